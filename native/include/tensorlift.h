@@ -1,0 +1,221 @@
+/* tensorlift: the C interface of the native engine.
+ *
+ * A plan goes in (arrays of pieces), tickets come out. Threads and rings read each piece from its file; for a CPU
+ * the bytes land at their destination, for a device they land in a pinned slot that one large copy moves.
+ *
+ * Rules that hold for every function
+ *   - Units: sizes and offsets are bytes, timeouts milliseconds. Ranges are half open.
+ *   - Ownership: what a function creates, the function named beside it frees. Nothing else is shared.
+ *   - Threads: an engine may be used from any thread; functions marked "blocks" may sleep and must not be called with
+ *     a lock that a Python thread needs (call them without the GIL). The others return at once.
+ *   - Errors: a function that can fail returns a tl_status and fills *error if it is given. No C++ exception crosses.
+ *   - Structures start with struct_size, which the caller sets; a size the library does not know is TL_ERR_ABI.
+ *   - Processes: a child made by fork() must not use its parent's engine: every call answers TL_ERR_FORKED.
+ */
+#ifndef TENSORLIFT_H
+#define TENSORLIFT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define TL_API __attribute__((visibility("default")))
+#else
+#define TL_API
+#endif
+
+/* Raised with every change of a structure or a meaning. */
+#define TL_ABI_VERSION 1u
+
+typedef enum tl_status {
+    TL_OK = 0,
+    TL_PENDING = 1,       /* not there yet: the timeout of a wait ran out */
+    TL_ERR_ARGUMENT = 2,  /* the caller's mistake; message says which */
+    TL_ERR_ABI = 3,       /* version or struct_size does not match this library */
+    TL_ERR_OPEN = 4,      /* a file could not be opened or asked about: os_errno */
+    TL_ERR_READ = 5,      /* a read failed: os_errno, offset, wanted, got */
+    TL_ERR_TRUNCATED = 6, /* the file ended before offset + wanted; got bytes were there */
+    TL_ERR_REPLACED = 7,  /* the path now leads to another file than the one whose header was read */
+    TL_ERR_BACKEND = 8,   /* each back end of the list was refused; message has each reason */
+    TL_ERR_DRIVER = 9,    /* a call of the device's driver failed: driver_code */
+    TL_ERR_MEMORY = 10,   /* host memory could not be had */
+    TL_ERR_CANCELLED = 11,
+    TL_ERR_FORKED = 12,
+    TL_ERR_INTERNAL = 13
+} tl_status;
+
+/* What went wrong, and where. file is an index of tl_engine_add_file, -1 where no file is meant. */
+typedef struct tl_error {
+    uint32_t struct_size;
+    int32_t status;
+    int32_t os_errno;
+    int32_t driver_code;
+    int32_t file;
+    int32_t reserved;
+    uint64_t offset;
+    uint64_t wanted;
+    uint64_t got;
+    char message[1024]; /* UTF-8, NUL terminated */
+} tl_error;
+
+/* Ways of filling memory. AUTO is a policy, the others are readers. */
+typedef enum tl_backend {
+    TL_BACKEND_AUTO = 0,  /* what is cached: pread; what is not: direct, by io_uring or else by threads */
+    TL_BACKEND_PREAD = 1, /* pread alone, direct or buffered by what is cached */
+    TL_BACKEND_URING = 2, /* io_uring alone, direct */
+    TL_BACKEND_MMAP = 3,  /* a shared map, copied with process_vm_readv: EFAULT, not SIGBUS */
+    TL_BACKEND_COUNT = 4
+} tl_backend;
+
+/* Paths by which bytes come, for statistics. */
+typedef enum tl_path {
+    TL_PATH_PREAD_BUFFERED = 0,
+    TL_PATH_PREAD_DIRECT = 1,
+    TL_PATH_URING_DIRECT = 2,
+    TL_PATH_MMAP = 3,
+    TL_PATH_COUNT = 4
+} tl_path;
+
+typedef enum tl_device_kind {
+    TL_DEVICE_CPU = 0,  /* destinations are host addresses, no slots */
+    TL_DEVICE_CUDA = 1, /* libcuda.so.1, opened at run time */
+    TL_DEVICE_HIP = 2   /* libamdhip64.so, opened at run time */
+} tl_device_kind;
+
+typedef struct tl_options {
+    uint32_t struct_size;
+    uint32_t abi_version;  /* TL_ABI_VERSION */
+    int32_t device_kind;   /* tl_device_kind */
+    int32_t device_index;  /* the driver's ordinal; not used for a CPU */
+    uint64_t chunk_bytes;  /* one read; a multiple of 4096 */
+    uint64_t slot_bytes;   /* one copy to the device; a multiple of chunk_bytes */
+    uint64_t pinned_bytes; /* at most this much pinned memory; whole slots, at least two */
+    uint32_t threads;      /* threads that copy out of the page cache; at least 1 */
+    uint32_t io_depth;     /* direct reads in flight; at least 1 */
+    uint32_t backend_count;
+    uint32_t backends[8]; /* tl_backend, in the order of preference */
+} tl_options;
+
+/* One contiguous copy from a file to memory. */
+typedef struct tl_piece {
+    uint64_t file_offset; /* from the start of the file */
+    uint64_t nbytes;      /* 0 is allowed and does nothing */
+    uint64_t destination; /* host or device address */
+    int32_t file;         /* index of tl_engine_add_file */
+    uint32_t flags;       /* TL_PIECE_... */
+} tl_piece;
+
+/* The bytes between the end of the piece before (of the same call) and this one's destination are padding of one
+ * arena: a copy may overwrite them. Without it every byte outside a piece stays as it is. */
+#define TL_PIECE_JOIN 1u
+
+typedef struct tl_stats {
+    uint32_t struct_size;
+    uint32_t reserved;
+    uint64_t bytes_by_path[TL_PATH_COUNT]; /* bytes delivered; block padding of direct reads is not counted */
+    uint64_t reads_by_path[TL_PATH_COUNT]; /* system calls or ring entries */
+    uint64_t direct_bytes_read;            /* bytes asked of storage by direct reads, block padding included */
+    uint64_t bounced_bytes;                /* bytes of direct reads that were moved once more by a CPU */
+    uint64_t copies;                       /* copies issued to the device */
+    uint64_t pinned_bytes;                 /* pinned host memory held now */
+    uint64_t pinned_peak_bytes;
+    uint64_t slot_wait_ns; /* summed over threads: time in which no slot was free (the device is the limit) */
+    uint32_t threads;      /* threads started, all kinds */
+    uint32_t open_files;
+} tl_stats;
+
+/* What was decided for a file; texts are empty where there is nothing to say. */
+typedef struct tl_file_info {
+    uint32_t struct_size;
+    int32_t backend;       /* tl_backend in use, -1 before the first read */
+    int32_t cached_path;   /* tl_path for what is cached, -1: none */
+    int32_t direct_path;   /* tl_path for what is not, -1: none */
+    char residency[32];    /* "cachestat", "mincore", "memory" (tmpfs and such), "unknown" */
+    char fallback[512];    /* what was refused and why, one line each */
+} tl_file_info;
+
+typedef struct tl_engine tl_engine;
+typedef struct tl_arena tl_arena;
+
+TL_API uint32_t tl_abi_version(void);
+
+/* NULL where the back end can be used, else why it was not built. Static text. */
+TL_API const char *tl_backend_not_built(uint32_t backend);
+
+/* Tries one back end on a file of this machine, with one small read. Blocks. The reason of a refusal is in *error. */
+TL_API tl_status tl_backend_probe(uint32_t backend, const char *path, tl_error *error);
+
+/* Tries to open the device's driver library and to count devices. Blocks. */
+TL_API tl_status tl_driver_probe(int32_t device_kind, int32_t *device_count, tl_error *error);
+
+/* Creates an engine; no thread starts and nothing is pinned before the first piece. For a device the driver has to be
+ * initialised by the caller and its primary context to exist (torch does both). Freed by tl_engine_destroy. Blocks. */
+TL_API tl_status tl_engine_create(const tl_options *options, tl_engine **engine, tl_error *error);
+
+/* Names a file for pieces. It is opened at its first read and closed when no submitted piece is left of it. If inode is
+ * not 0, the file opened then must be (device, inode); nbytes is its expected size. path is kept as a copy. */
+TL_API tl_status tl_engine_add_file(tl_engine *engine, const char *path, uint64_t device, uint64_t inode,
+                                    uint64_t nbytes, int32_t *file, tl_error *error);
+
+/* Appends pieces to the plan. Destinations must stay valid until their ticket has landed and the copy stream has passed
+ * it, or the engine is destroyed. On success *ticket is the number of pieces submitted so far: when tl_engine_wait
+ * returns TL_OK for it, all of them have landed. With a device, copies wait for the work that consumer_stream holds
+ * now. */
+TL_API tl_status tl_engine_submit(tl_engine *engine, const tl_piece *pieces, uint64_t count, uint64_t consumer_stream,
+                                  uint64_t *ticket, tl_error *error);
+
+/* Address of the number of leading pieces that have landed (CPU: the bytes are there; device: their copies are in the
+ * copy stream). Valid until the engine is destroyed; read it without a call. */
+TL_API const uint64_t *tl_engine_landed(tl_engine *engine);
+
+/* Waits until the pieces below ticket have landed. TL_PENDING after timeout_ms. An engine that failed answers with its
+ * first error for every ticket that had not landed. Blocks. */
+TL_API tl_status tl_engine_wait(tl_engine *engine, uint64_t ticket, uint32_t timeout_ms, tl_error *error);
+
+/* Makes consumer_stream wait for all copies that have been issued, in stream order, without waiting on the host. Call it
+ * after the tickets of interest have landed. Does nothing for a CPU. */
+TL_API tl_status tl_engine_stream_wait(tl_engine *engine, uint64_t consumer_stream, tl_error *error);
+
+TL_API tl_status tl_engine_stats(tl_engine *engine, tl_stats *stats, tl_error *error);
+TL_API tl_status tl_engine_file_info(tl_engine *engine, int32_t file, tl_file_info *info, tl_error *error);
+
+/* Starts no further read; waits answer TL_ERR_CANCELLED. */
+TL_API tl_status tl_engine_cancel(tl_engine *engine, tl_error *error);
+
+/* Cancels, waits for reads and copies that are under way, frees everything. After it no byte is written to any
+ * destination. In a forked child it only forgets. Blocks. */
+TL_API tl_status tl_engine_destroy(tl_engine *engine, tl_error *error);
+
+/* Arenas: reference counted memory that tensors share. The last reference gone, the memory goes back, on whichever
+ * thread that is, without the GIL. */
+
+/* Anonymous host memory, zero filled, 2 MiB aligned where it is that large, huge pages advised. One reference. */
+TL_API tl_status tl_arena_host(uint64_t nbytes, tl_arena **arena, uint64_t *address, tl_error *error);
+
+/* Takes over a DLManagedTensor (the pointer in an unversioned DLPack capsule): its deleter is called when the last
+ * reference is gone. One reference. */
+TL_API tl_status tl_arena_adopt(void *dl_managed_tensor, tl_arena **arena, uint64_t *address, tl_error *error);
+
+/* Drops the reference that tl_arena_host or tl_arena_adopt gave. */
+TL_API void tl_arena_release(tl_arena *arena);
+
+/* Number of arenas that are alive in this process. */
+TL_API uint64_t tl_arena_live(void);
+
+/* Tensors handed out: for count tensors of an arena, a Python list of DLPack capsules ("dltensor"), each holding one
+ * reference of the arena until its tensor, or the capsule itself if nobody takes it, is gone. Tensor i lies at
+ * address + offsets[i], is contiguous, has ndims[i] dimensions (taken in turn from shapes) and the DLPack data type
+ * (codes[i], bits[i], lanes[i]). Needs the GIL (call it through PyDLL). Returns a new reference, or NULL with a Python
+ * error set. */
+TL_API void *tl_arena_capsules(tl_arena *arena, uint64_t address, uint64_t count, const uint64_t *offsets,
+                               const uint8_t *codes, const uint8_t *bits, const uint16_t *lanes, const int32_t *ndims,
+                               const int64_t *shapes, int32_t dl_device_type, int32_t dl_device_id);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
