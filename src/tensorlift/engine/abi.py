@@ -1,0 +1,271 @@
+"""The C interface of the native library (native/include/tensorlift.h): the only module that uses ctypes.
+
+Calls that may sleep go through CDLL, which lets the GIL go; all others through PyDLL, which keeps it: giving it away
+costs up to 5 ms when another Python thread is busy, and making capsules needs it.
+The library is loaded at the first use and never unloaded, since tensors that outlive a load call into it when they go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorlift.engine.library import find_library
+from tensorlift.errors import LibraryError, MachineError, OutOfMemoryError
+
+__all__ = [
+    "ABI_VERSION",
+    "BACKEND_CODES",
+    "PATH_NAMES",
+    "Abi",
+    "CapsuleSpec",
+    "Error",
+    "FileInfo",
+    "Options",
+    "Stats",
+    "Status",
+    "library",
+]
+
+ABI_VERSION = 1
+BACKEND_CODES = {"AUTO": 0, "PREAD": 1, "URING": 2, "MMAP": 3}
+PATH_NAMES = ("PREAD_BUFFERED", "PREAD_DIRECT", "URING_DIRECT", "MMAP")
+DEVICE_CPU, DEVICE_CUDA, DEVICE_HIP = 0, 1, 2
+
+_u8, _u16, _u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
+_i32, _ptr, _text = ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p
+
+
+class Status:
+    """The values of tl_status."""
+
+    OK, PENDING, ARGUMENT, ABI, OPEN, READ, TRUNCATED, REPLACED = range(8)
+    BACKEND, DRIVER, MEMORY, CANCELLED, FORKED, INTERNAL = range(8, 14)
+
+
+class _Structure(ctypes.Structure):
+    """A structure of the interface: it starts with its own size."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(struct_size=ctypes.sizeof(type(self)), **values)
+
+
+class Error(_Structure):
+    """tl_error."""
+
+    _fields_ = [
+        ("struct_size", _u32),
+        ("status", _i32),
+        ("os_errno", _i32),
+        ("driver_code", _i32),
+        ("file", _i32),
+        ("reserved", _i32),
+        ("offset", _u64),
+        ("wanted", _u64),
+        ("got", _u64),
+        ("message", ctypes.c_char * 1024),
+    ]
+
+    @property
+    def text(self) -> str:
+        """The message."""
+        return bytes(self.message).decode("utf-8", "replace")
+
+
+class Options(_Structure):
+    """tl_options."""
+
+    _fields_ = [
+        ("struct_size", _u32),
+        ("abi_version", _u32),
+        ("device_kind", _i32),
+        ("device_index", _i32),
+        ("chunk_bytes", _u64),
+        ("slot_bytes", _u64),
+        ("pinned_bytes", _u64),
+        ("threads", _u32),
+        ("io_depth", _u32),
+        ("backend_count", _u32),
+        ("backends", _u32 * 8),
+    ]
+
+
+class Stats(_Structure):
+    """tl_stats."""
+
+    _fields_ = [
+        ("struct_size", _u32),
+        ("reserved", _u32),
+        ("bytes_by_path", _u64 * len(PATH_NAMES)),
+        ("reads_by_path", _u64 * len(PATH_NAMES)),
+        ("direct_bytes_read", _u64),
+        ("bounced_bytes", _u64),
+        ("copies", _u64),
+        ("pinned_bytes", _u64),
+        ("pinned_peak_bytes", _u64),
+        ("slot_wait_ns", _u64),
+        ("threads", _u32),
+        ("open_files", _u32),
+    ]
+
+
+class FileInfo(_Structure):
+    """tl_file_info."""
+
+    _fields_ = [
+        ("struct_size", _u32),
+        ("backend", _i32),
+        ("cached_path", _i32),
+        ("direct_path", _i32),
+        ("residency", ctypes.c_char * 32),
+        ("fallback", ctypes.c_char * 512),
+    ]
+
+
+class CapsuleSpec(NamedTuple):
+    """What tl_arena_capsules wants for n tensors: arrays of n, and all dimensions one after another."""
+
+    offsets: npt.NDArray[np.uint64]
+    codes: npt.NDArray[np.uint8]
+    bits: npt.NDArray[np.uint8]
+    lanes: npt.NDArray[np.uint16]
+    ndims: npt.NDArray[np.int32]
+    shapes: npt.NDArray[np.int64]
+
+
+_CAPSULE_TYPES = ("u8", "u1", "u1", "u2", "i4", "i8")
+
+_ERROR = ctypes.POINTER(Error)
+# name -> (result, arguments, blocks)
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
+    "tl_abi_version": (_u32, (), False),
+    "tl_backend_not_built": (_text, (_u32,), False),
+    "tl_backend_probe": (_i32, (_u32, _text, _ERROR), True),
+    "tl_driver_probe": (_i32, (_i32, ctypes.POINTER(_i32), _ERROR), True),
+    "tl_engine_create": (_i32, (ctypes.POINTER(Options), ctypes.POINTER(_ptr), _ERROR), True),
+    "tl_engine_add_file": (_i32, (_ptr, _text, _u64, _u64, _u64, ctypes.POINTER(_i32), _ERROR), False),
+    "tl_engine_submit": (_i32, (_ptr, _ptr, _u64, _u64, ctypes.POINTER(_u64), _ERROR), False),
+    "tl_engine_landed": (ctypes.POINTER(_u64), (_ptr,), False),
+    "tl_engine_wait": (_i32, (_ptr, _u64, _u32, _ERROR), True),
+    "tl_engine_stream_wait": (_i32, (_ptr, _u64, _ERROR), False),
+    "tl_engine_stats": (_i32, (_ptr, ctypes.POINTER(Stats), _ERROR), False),
+    "tl_engine_file_info": (_i32, (_ptr, _i32, ctypes.POINTER(FileInfo), _ERROR), False),
+    "tl_engine_cancel": (_i32, (_ptr, _ERROR), False),
+    "tl_engine_destroy": (_i32, (_ptr, _ERROR), True),
+    "tl_arena_host": (_i32, (_u64, ctypes.POINTER(_ptr), ctypes.POINTER(_u64), _ERROR), False),
+    "tl_arena_adopt": (_i32, (_ptr, ctypes.POINTER(_ptr), ctypes.POINTER(_u64), _ERROR), False),
+    "tl_arena_release": (None, (_ptr,), False),
+    "tl_arena_live": (_u64, (), False),
+    "tl_arena_capsules": (
+        ctypes.py_object,
+        (_ptr, _u64, _u64, _ptr, _ptr, _ptr, _ptr, _ptr, _ptr, _i32, _i32),
+        False,
+    ),
+}
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = _ptr
+_capsule_pointer.argtypes = [ctypes.py_object, _text]
+_capsule_rename = ctypes.pythonapi.PyCapsule_SetName
+_capsule_rename.restype = ctypes.c_int
+_capsule_rename.argtypes = [ctypes.py_object, _text]
+# A capsule keeps the pointer to its name, so these must live as long as the process.
+_FRESH, _USED = ctypes.create_string_buffer(b"dltensor"), ctypes.create_string_buffer(b"used_dltensor")
+
+
+class Abi:
+    """The functions of one loaded library, with Python values in and out."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            blocking, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
+        except OSError as error:
+            raise LibraryError(f"the native library {path} does not load: {error}") from error
+        self.path = path
+        self.call: dict[str, Callable[..., Any]] = {}
+        for name, (result, arguments, blocks) in _FUNCTIONS.items():
+            try:
+                function = getattr(blocking if blocks else quick, name)
+            except AttributeError:
+                raise LibraryError(f"{path} has no {name}: it is no tensorlift library of this version") from None
+            function.restype, function.argtypes = result, list(arguments)
+            self.call[name] = function
+        version = self.call["tl_abi_version"]()
+        if version != ABI_VERSION:
+            raise LibraryError(
+                f"{path} has version {version} of the interface, this package needs {ABI_VERSION}; install them together"
+            )
+
+    def backend_not_built(self, backend: str) -> str | None:
+        """Why a back end is not in this library, or None where it is."""
+        reason = self.call["tl_backend_not_built"](BACKEND_CODES[backend])
+        return None if reason is None else reason.decode()
+
+    def backend_probe(self, backend: str, path: str) -> str | None:
+        """Tries one back end on a file with a small read: None where it works, else why not. Blocks."""
+        error = Error()
+        status = self.call["tl_backend_probe"](BACKEND_CODES[backend], os.fsencode(path), ctypes.byref(error))
+        return None if status == Status.OK else error.text or f"status {status}"
+
+    def driver_probe(self, device_kind: int) -> tuple[int, str | None]:
+        """(devices, None) where the driver's library of a kind opens, else (0, why not). Blocks."""
+        count, error = _i32(0), Error()
+        status = self.call["tl_driver_probe"](device_kind, ctypes.byref(count), ctypes.byref(error))
+        return (count.value, None) if status == Status.OK else (0, error.text or f"status {status}")
+
+    def arena_host(self, nbytes: int) -> tuple[int, int]:
+        """(arena, address) of fresh host memory, zero filled, 4096-byte aligned at least."""
+        arena, address, error = _ptr(), _u64(), Error()
+        status = self.call["tl_arena_host"](nbytes, ctypes.byref(arena), ctypes.byref(address), ctypes.byref(error))
+        if status == Status.MEMORY:
+            raise OutOfMemoryError(f"{nbytes} bytes of host memory could not be had: {error.text}")
+        if status != Status.OK or not arena.value:
+            raise MachineError(f"{nbytes} bytes of host memory: {error.text}")
+        return arena.value, address.value
+
+    def arena_adopt(self, capsule: object) -> tuple[int, int]:
+        """(arena, address) of the memory of a DLPack capsule, which is used up by this."""
+        pointer, arena, address, error = _capsule_pointer(capsule, _FRESH), _ptr(), _u64(), Error()
+        status = self.call["tl_arena_adopt"](pointer, ctypes.byref(arena), ctypes.byref(address), ctypes.byref(error))
+        if status != Status.OK or not arena.value:
+            raise MachineError(f"a block of device memory could not be taken over: {error.text}")
+        _capsule_rename(capsule, _USED)
+        return arena.value, address.value
+
+    def arena_release(self, arena: int) -> None:
+        """Drops the reference that arena_host or arena_adopt gave."""
+        self.call["tl_arena_release"](arena)
+
+    def arena_live(self) -> int:
+        """Arenas alive in this process."""
+        return int(self.call["tl_arena_live"]())
+
+    def capsules(self, arena: int, address: int, spec: CapsuleSpec, device: tuple[int, int]) -> Sequence[object]:
+        """One DLPack capsule a tensor, each holding a reference of the arena. Keeps the GIL."""
+        # Kept in a list until the call is over: the library reads through their addresses.
+        arrays = [np.ascontiguousarray(a, t) for a, t in zip(spec, _CAPSULE_TYPES, strict=True)]
+        pointers = [array.ctypes.data for array in arrays]
+        made = self.call["tl_arena_capsules"](arena, address, len(arrays[0]), *pointers, *device)
+        return made  # type: ignore[no-any-return]
+
+
+_lock = threading.Lock()
+_loaded: dict[str, Abi] = {}
+
+
+def library() -> Abi:
+    """The native library, loaded at the first call; LibraryError where it is missing or of another version."""
+    path = find_library()
+    abi = _loaded.get(path)
+    if abi is None:
+        with _lock:
+            abi = _loaded.get(path)
+            if abi is None:
+                abi = _loaded[path] = Abi(path)
+    return abi

@@ -1,0 +1,179 @@
+"""One native engine: plan in, tickets out, errors in the project's tree.
+
+Destinations must stay valid until their pieces have landed or the engine is closed; whoever owns the memory closes the
+engine first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorlift.engine import abi
+from tensorlift.engine.abi import Status
+from tensorlift.engine.failures import Failure, exception_of
+from tensorlift.engine.sizing import EngineSize
+from tensorlift.errors import MachineError, RequestError
+from tensorlift.format.checkpoint import Shard
+from tensorlift.plan.pieces import PIECE
+
+__all__ = ["Engine"]
+
+# A wait returns this often, so that Ctrl-C and progress come through.
+_SLICE_MILLISECONDS = 100
+
+
+class Engine:
+    """A native engine for one device; a context manager. May be used from several threads, not after a fork."""
+
+    def __init__(self, size: EngineSize, device_kind: int = abi.DEVICE_CPU, device_index: int = 0) -> None:
+        """Creates the engine; no thread starts and nothing is pinned before the first piece.
+
+        Raises LibraryError, DriverError, MachineError.
+        """
+        self._abi = abi.library()
+        self._shards: list[Shard] = []
+        self._pid = os.getpid()
+        options = abi.Options(
+            abi_version=abi.ABI_VERSION,
+            device_kind=device_kind,
+            device_index=device_index,
+            chunk_bytes=size.chunk_size,
+            slot_bytes=size.slot_size,
+            pinned_bytes=size.pinned_bytes,
+            threads=size.threads,
+            io_depth=size.io_depth,
+            backend_count=len(size.backends),
+        )
+        for at, name in enumerate(size.backends):
+            options.backends[at] = abi.BACKEND_CODES[name]
+        handle, error = ctypes.c_void_p(), abi.Error()
+        status = self._abi.call["tl_engine_create"](
+            ctypes.byref(options), ctypes.byref(handle), ctypes.byref(error)
+        )
+        self._check(status, error)
+        self._handle: int | None = handle.value
+        self._landed = self._abi.call["tl_engine_landed"](self._handle)
+        # Not at exit: threads of the engine touch no Python, and destinations may be gone in any order by then.
+        self._finalizer = weakref.finalize(self, _destroy, self._abi, self._handle)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._handle is None
+
+    def add_file(self, shard: Shard) -> int:
+        """Names a file for pieces; returns its index. It must still be the file whose header was read."""
+        index, error = ctypes.c_int32(-1), abi.Error()
+        status = self._abi.call["tl_engine_add_file"](
+            self._open(), shard.absolute, shard.device, shard.inode, shard.nbytes, ctypes.byref(index), ctypes.byref(error)
+        )
+        self._check(status, error)
+        self._shards.append(shard)
+        return index.value
+
+    def submit(self, pieces: npt.NDArray[Any], stream: int = 0) -> int:
+        """Appends pieces (an array of plan.pieces.PIECE); returns the ticket that says that all so far have landed.
+
+        With a device, the copies wait for the work that ``stream`` (a handle of the driver) holds now.
+        """
+        pieces = np.ascontiguousarray(pieces, PIECE)
+        ticket, error = ctypes.c_uint64(), abi.Error()
+        status = self._abi.call["tl_engine_submit"](
+            self._open(), pieces.ctypes.data, len(pieces), stream, ctypes.byref(ticket), ctypes.byref(error)
+        )
+        self._check(status, error)
+        return ticket.value
+
+    @property
+    def landed(self) -> int:
+        """Number of leading pieces that have landed; read from memory."""
+        self._open()
+        return int(self._landed[0])
+
+    def wait(self, ticket: int, tick: Callable[[], object] | None = None) -> None:
+        """Waits, without the GIL, until the pieces below ``ticket`` have landed; raises what stopped them.
+
+        ``tick`` is called between slices of at most 100 ms; what it raises comes out.
+        """
+        if self.landed >= ticket and os.getpid() == self._pid:
+            return
+        error = abi.Error()
+        wait = self._abi.call["tl_engine_wait"]
+        while True:
+            status = wait(self._open(), ticket, _SLICE_MILLISECONDS, ctypes.byref(error))
+            if status != Status.PENDING:
+                break
+            if tick is not None:
+                tick()
+        self._check(status, error)
+
+    def stream_wait(self, stream: int) -> None:
+        """Makes a stream of the device wait for all copies issued so far, without waiting on the host."""
+        error = abi.Error()
+        self._check(self._abi.call["tl_engine_stream_wait"](self._open(), stream, ctypes.byref(error)), error)
+
+    def stats(self) -> abi.Stats:
+        """The engine's counters now."""
+        stats, error = abi.Stats(), abi.Error()
+        self._check(self._abi.call["tl_engine_stats"](self._open(), ctypes.byref(stats), ctypes.byref(error)), error)
+        return stats
+
+    def bytes_done(self) -> int:
+        """Bytes delivered so far, by all paths."""
+        return int(sum(self.stats().bytes_by_path))
+
+    def file_info(self, file: int) -> abi.FileInfo:
+        """What was decided for a file of add_file."""
+        info, error = abi.FileInfo(), abi.Error()
+        status = self._abi.call["tl_engine_file_info"](self._open(), file, ctypes.byref(info), ctypes.byref(error))
+        self._check(status, error)
+        return info
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The files added, by their index."""
+        return tuple(self._shards)
+
+    def cancel(self) -> None:
+        """Starts no further read; waits raise from now on. Nothing after close()."""
+        if self._handle is not None:
+            self._abi.call["tl_engine_cancel"](self._handle, ctypes.byref(abi.Error()))
+
+    def close(self) -> None:
+        """Cancels, waits for reads and copies under way, frees all. After it no byte is written anywhere."""
+        if self._handle is not None:
+            self._handle = None
+            self._finalizer()
+
+    def _open(self) -> int:
+        if self._handle is None:
+            raise RequestError("the engine is closed")
+        return self._handle
+
+    def _check(self, status: int, error: abi.Error) -> None:
+        if status == Status.OK:
+            return
+        failure = Failure(
+            status, error.text, error.os_errno, error.driver_code, error.offset, error.wanted, error.got
+        )
+        shard = self._shards[error.file] if 0 <= error.file < len(self._shards) else None
+        raise exception_of(failure, shard)
+
+
+def _destroy(library: abi.Abi, handle: int) -> None:
+    with contextlib.suppress(MachineError):
+        library.call["tl_engine_destroy"](handle, ctypes.byref(abi.Error()))

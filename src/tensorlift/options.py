@@ -1,0 +1,194 @@
+"""What a load can be told: each setting once, with its unit, default and environment variable.
+
+An explicit value wins; ``None`` or an absent one means ``TENSORLIFT_<NAME>`` and, without that, an automatic choice
+that is made where the work is known (``engine/sizing.py``). The metadata of the fields is what the settings page and
+the command line are generated from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tensorlift.errors import OptionError
+
+__all__ = ["BACKENDS", "LoadOptions", "parse_size"]
+
+BACKENDS = ("AUTO", "PREAD", "URING", "MMAP")
+
+Progress = Callable[[int, int], object]
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
+_SIZE = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([A-Za-z]*)\s*")
+_SIZE_FORM = 'a size above 0: a number of bytes, or text such as "512KiB", "64MiB" or "1GB"'
+# The engine takes 64-bit sizes, and it counts threads and reads in 32 bits; a machine has fewer than these.
+_LARGEST_SIZE = 1 << 62
+_LARGEST_COUNT = 4096
+
+
+def parse_size(value: object, name: str) -> int:
+    """Bytes of ``value``, an int or text such as ``"64MiB"``; ``name`` is what an OptionError calls it."""
+    nbytes = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        nbytes = value
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+        unit = _UNITS.get(match[3].upper())
+        if unit is not None:
+            digits = match[2] or ""
+            whole, rest = divmod(int(match[1] + digits) * unit, 10 ** len(digits))
+            nbytes = None if rest else whole
+    if nbytes is None or not 0 < nbytes <= _LARGEST_SIZE:
+        raise OptionError(f"{name} is {value!r}; expected {_SIZE_FORM}")
+    return nbytes
+
+
+def _parse_read(value: object, name: str) -> int:
+    nbytes = parse_size(value, name)
+    # O_DIRECT wants offset, length and address in whole blocks; 4096 fits every block device (see statx(2)).
+    if nbytes % 4096:
+        raise OptionError(f"{name} is {value!r}; expected a multiple of 4096 bytes, such as 1MiB")
+    return nbytes
+
+
+def _parse_count(value: object, name: str) -> int:
+    number = value
+    if isinstance(value, str) and re.fullmatch(r"\s*\d{1,9}\s*", value):
+        number = int(value)
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= _LARGEST_COUNT:
+        raise OptionError(f"{name} is {value!r}; expected a whole number from 1 to {_LARGEST_COUNT}")
+    return number
+
+
+def _parse_backend(value: object, name: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        given: list[object] = [part.strip() for part in value.split(",")]
+    elif isinstance(value, Iterable):
+        given = list(value)
+    else:
+        given = [value]
+    known = ", ".join(BACKENDS)
+    if not given:
+        raise OptionError(f"{name} is empty; expected one or several of {known}")
+    for part in given:
+        if part not in BACKENDS:
+            raise OptionError(f"{name} has {part!r}; the known back ends are {known} (in capitals)")
+    if len(set(given)) < len(given):
+        raise OptionError(f"{name} is {value!r}, which has a back end twice")
+    return tuple(str(part) for part in given)
+
+
+def _parse_progress(value: object, name: str) -> bool | Progress:
+    if isinstance(value, str):
+        words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        if value.strip().lower() in words:
+            return words[value.strip().lower()]
+    elif isinstance(value, bool) or callable(value):
+        return value
+    raise OptionError(f"{name} is {value!r}; expected true, false or a function of (bytes done, bytes in all)")
+
+
+def _setting(parse: Callable[[object, str], Any], unit: str, automatic: str, doc: str) -> Any:
+    metadata = {"parse": parse, "unit": unit, "automatic": automatic, "doc": doc}
+    return dataclasses.field(default=None, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """The settings of a load; ``None`` means automatic. Every value is checked and put into its plain form.
+
+    Each field's metadata has ``unit``, ``doc``, ``automatic`` (what None chooses) and ``parse``; the environment
+    variable is ``LoadOptions.variable(name)``.
+    """
+
+    backend: tuple[str, ...] | None = _setting(
+        _parse_backend,
+        "name, or an ordered list of names",
+        "AUTO",
+        "Ways of reading, in the order of preference: the first that works on the file is taken. "
+        "AUTO reads what is cached by pread and the rest directly; PREAD, URING and MMAP are those readers alone.",
+    )
+    chunk_size: int | None = _setting(
+        _parse_read, "bytes", "1 MiB, less for small loads", "One read; a multiple of 4096."
+    )
+    io_depth: int | None = _setting(
+        _parse_count, "reads", "32", "Direct reads in flight, for what is not in the page cache."
+    )
+    threads: int | None = _setting(
+        _parse_count,
+        "threads",
+        "as many as CPUs may be used (affinity, cgroup quota), at most 16 and one per read",
+        "Threads that copy out of the page cache.",
+    )
+    slot_size: int | None = _setting(
+        parse_size,
+        "bytes",
+        "16 MiB, less for small loads and small caches",
+        "One copy to the device; rounded up to whole chunks. Not used on a CPU.",
+    )
+    pinned_bytes: int | None = _setting(
+        parse_size,
+        "bytes",
+        "128 MiB, at most half of the last-level cache that our CPUs reach and what the work needs",
+        "Pinned host memory, the ring of slots; at least two of them. Not used on a CPU.",
+    )
+    arena_size: int | None = _setting(
+        parse_size,
+        "bytes",
+        "256 MiB on a device, 64 MiB on a CPU",
+        "Capacity of an arena, the block that tensors share; a tensor kept holds back at most its arena.",
+    )
+    buffer_size: int | None = _setting(
+        parse_size,
+        "bytes",
+        "1 GiB on a device, at most half of what is free there; 256 MiB on a CPU",
+        "Arenas read ahead of the consumer of open(); one arena, and so the largest tensor, always fits.",
+    )
+    progress: bool | Progress | None = _setting(
+        _parse_progress,
+        "true, false, or a function",
+        "false",
+        "A bar on stderr, or a function that is called with (bytes done, bytes in all).",
+    )
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                object.__setattr__(self, field.name, field.metadata["parse"](value, field.name))
+
+    @staticmethod
+    def variable(name: str) -> str:
+        """The environment variable of an option."""
+        return f"TENSORLIFT_{name.upper()}"
+
+    @classmethod
+    def resolve(cls, environ: Mapping[str, str] | None = None, /, **given: object) -> LoadOptions:
+        """Options from explicit values, then from the environment; what neither gives stays None, automatic.
+
+        Raises OptionError for an unknown name or a value that does not fit, naming the option or the variable.
+        """
+        environ = os.environ if environ is None else environ
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for name in given:
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, n=1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                raise OptionError(f"unknown option {name!r}{hint}; the known ones are {', '.join(sorted(fields))}")
+        values: dict[str, Any] = {}
+        for name, field in fields.items():
+            variable = cls.variable(name)
+            if given.get(name) is not None:
+                values[name] = given[name]
+            # An empty variable counts as absent: it is how a shell or a container file unsets one.
+            elif environ.get(variable):
+                values[name] = field.metadata["parse"](environ[variable], variable)
+        return cls(**values)

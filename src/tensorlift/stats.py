@@ -1,0 +1,97 @@
+"""Frozen records of what a load did."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["LoadStats", "merged"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadStats:
+    """What a load did. Sizes are bytes, times seconds of the wall clock.
+
+    ``seconds`` has the phases ``headers`` (finding files, reading headers), ``plan`` (selecting, laying out),
+    ``allocate`` (arenas), ``read`` (waiting for bytes), ``hand_out`` (making tensors, copies into parameters),
+    ``close`` and ``total``. Reading goes on behind all phases after ``allocate``; ``total`` is the whole load,
+    without the time in which a consumer held the iterator.
+    """
+
+    bytes: int = 0
+    tensors: int = 0
+    files: int = 0
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    readers: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes delivered by each path that was taken: PREAD_BUFFERED, PREAD_DIRECT, URING_DIRECT, MMAP."""
+    reads: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """System calls or ring entries by path."""
+    direct_bytes: int = 0
+    """Asked of storage by direct reads, block padding included."""
+    bounced_bytes: int = 0
+    """Of direct reads, moved once more by a CPU."""
+    residency: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Files by the way in which the kernel told what is cached: cachestat, mincore, memory, unknown."""
+    fallbacks: tuple[str, ...] = ()
+    """What was refused and why; each text once, with the first file and how many more."""
+    threads: int = 0
+    pinned_peak_bytes: int = 0
+    device_peak_bytes: int = 0
+    """The most that arenas of this load held at once on the device (host arenas of a CPU load count too)."""
+    arenas: int = 0
+    copies: int = 0
+    """Copies issued to the device."""
+    slot_wait_seconds: float = 0.0
+    """Summed over threads: no slot was free, so the device was the limit."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second over the whole load; 0 where no time was measured."""
+        total = self.seconds.get("total", 0.0)
+        return self.bytes / total if total > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        record: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            record[field.name] = dict(value) if isinstance(value, Mapping) else value
+        record["fallbacks"] = list(self.fallbacks)
+        record["rate"] = self.rate
+        return record
+
+    def summary(self) -> str:
+        """A few lines for people: size and rate, seconds by phase, readers, fallbacks."""
+        total = self.seconds.get("total", 0.0)
+        lines = [
+            f"{self.bytes / 1e9:.3f} GB, {self.tensors} tensors, {self.files} files "
+            f"in {total:.3f} s: {self.rate / 1e9:.2f} GB/s"
+        ]
+        phases = [f"{name} {took:.3f}" for name, took in self.seconds.items() if name != "total"]
+        if phases:
+            lines.append(f"seconds: {', '.join(phases)}")
+        readers = [f"{name} {nbytes / 1e9:.3f} GB" for name, nbytes in self.readers.items()]
+        lines.append(f"read by: {', '.join(readers) or 'nothing'}; threads {self.threads}")
+        lines.append(
+            f"memory: pinned {self.pinned_peak_bytes / 2**20:.1f} MiB at most, "
+            f"arenas {self.device_peak_bytes / 2**20:.1f} MiB at most"
+        )
+        lines += [f"fallback: {text}" for text in self.fallbacks]
+        return "\n".join(lines)
+
+
+def merged(parts: list[LoadStats], **changes: Any) -> LoadStats:
+    """One record of several engines that worked for one load; ``changes`` replace fields of the sum."""
+    total: dict[str, Any] = {}
+    for field in dataclasses.fields(LoadStats):
+        values = [getattr(part, field.name) for part in parts]
+        if not values:
+            continue
+        if isinstance(values[0], Mapping):
+            total[field.name] = {key: sum(v.get(key, 0) for v in values) for key in dict.fromkeys(k for v in values for k in v)}
+        elif isinstance(values[0], tuple):
+            total[field.name] = tuple(dict.fromkeys(text for v in values for text in v))
+        else:
+            total[field.name] = sum(values)
+    return LoadStats(**(total | changes))

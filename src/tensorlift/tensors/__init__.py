@@ -1,0 +1,1 @@
+"""Memory and tensors: the part that knows torch."""
