@@ -1,0 +1,171 @@
+/* Bare loops that a load can be measured against, and the page cache's state. Threads and nothing else.
+ *
+ *   ceiling read prepared|fresh buffered|direct THREADS CHUNK FILE...   reads all files, prints {"seconds", "bytes"}
+ *   ceiling cached FILE...                                              prints {"cached", "bytes"}, asked by mincore
+ *
+ * prepared: memory that has been written to before the clock starts. fresh: mapped inside the time, huge pages
+ * advised. buffered: pread through the page cache. direct: pread with O_DIRECT, THREADS reads in flight.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define HUGE ((size_t)2 << 20)
+#define MAX_THREADS 256
+
+static void fail(const char *what, const char *where) {
+    fprintf(stderr, "ceiling: %s: %s: %s\n", what, where, strerror(errno));
+    exit(1);
+}
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+typedef struct source {
+    const char *path;
+    int fd;
+    size_t size;
+    size_t at; /* its place in the memory: a multiple of 2 MiB */
+} source;
+
+typedef struct job {
+    source *sources;
+    int count;
+    size_t chunk;
+    char *memory;
+    atomic_size_t next; /* the next chunk, counted over all files */
+} job;
+
+/* Which file and offset chunk number n is; 0 after the last. */
+static int locate(const job *j, size_t n, int *file, size_t *offset) {
+    for (int i = 0; i < j->count; i++) {
+        size_t chunks = (j->sources[i].size + j->chunk - 1) / j->chunk;
+        if (n < chunks) {
+            *file = i;
+            *offset = n * j->chunk;
+            return 1;
+        }
+        n -= chunks;
+    }
+    return 0;
+}
+
+static void *work(void *argument) {
+    job *j = argument;
+    int file;
+    size_t offset;
+    while (locate(j, atomic_fetch_add(&j->next, 1), &file, &offset)) {
+        source *s = &j->sources[file];
+        size_t end = offset + j->chunk < s->size ? offset + j->chunk : s->size;
+        while (offset < end) {
+            /* Whole chunks are asked for, so that the last direct read is aligned too. */
+            ssize_t got = pread(s->fd, j->memory + s->at + offset, j->chunk, (off_t)offset);
+            if (got <= 0) fail("read", s->path);
+            offset += (size_t)got;
+        }
+    }
+    return NULL;
+}
+
+static size_t open_all(source *sources, char **paths, int count, int flags, size_t chunk) {
+    size_t total = 0;
+    for (int i = 0; i < count; i++) {
+        struct stat st;
+        int fd = open(paths[i], O_RDONLY | O_CLOEXEC | flags);
+        if (fd < 0 || fstat(fd, &st)) fail("open", paths[i]);
+        sources[i] = (source){paths[i], fd, (size_t)st.st_size, total};
+        total += ((size_t)st.st_size + chunk + HUGE - 1) / HUGE * HUGE;
+    }
+    return total;
+}
+
+static char *map(size_t nbytes) {
+    char *raw = mmap(NULL, nbytes + HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (raw == MAP_FAILED) fail("mmap", "memory");
+    char *aligned = (char *)(((uintptr_t)raw + HUGE - 1) & ~(uintptr_t)(HUGE - 1));
+    madvise(aligned, nbytes, MADV_HUGEPAGE);
+    return aligned;
+}
+
+static int run_read(char **arguments, int count) {
+    if (count < 5) return 2;
+    int prepared = !strcmp(arguments[0], "prepared");
+    int flags = !strcmp(arguments[1], "direct") ? O_DIRECT : 0;
+    int threads = atoi(arguments[2]);
+    job j = {.chunk = strtoull(arguments[3], NULL, 10), .count = count - 4};
+    if (threads < 1 || threads > MAX_THREADS || !j.chunk || j.chunk % 4096) return 2;
+    j.sources = calloc((size_t)j.count, sizeof(source));
+    if (!j.sources) fail("calloc", "sources");
+
+    char *memory = NULL;
+    if (prepared) {
+        size_t total = open_all(j.sources, arguments + 4, j.count, flags, j.chunk);
+        for (int i = 0; i < j.count; i++)
+            close(j.sources[i].fd);
+        memory = map(total);
+        memset(memory, 1, total);
+    }
+    double start = now();
+    size_t total = open_all(j.sources, arguments + 4, j.count, flags, j.chunk);
+    j.memory = prepared ? memory : map(total);
+    pthread_t ids[MAX_THREADS];
+    for (int i = 0; i < threads; i++)
+        if (pthread_create(&ids[i], NULL, work, &j)) fail("pthread_create", "thread");
+    for (int i = 0; i < threads; i++)
+        pthread_join(ids[i], NULL);
+    double seconds = now() - start;
+
+    size_t bytes = 0;
+    for (int i = 0; i < j.count; i++)
+        bytes += j.sources[i].size;
+    printf("{\"seconds\": %.6f, \"bytes\": %zu}\n", seconds, bytes);
+    return 0;
+}
+
+static size_t cached_bytes(const char *path, size_t *size) {
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || fstat(fd, &st)) fail("open", path);
+    *size = (size_t)st.st_size;
+    if (!*size) return close(fd), 0;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), pages = (*size + page - 1) / page, cached = 0;
+    unsigned char *state = malloc(pages);
+    void *view = mmap(NULL, *size, PROT_READ, MAP_SHARED, fd, 0);
+    if (!state || view == MAP_FAILED || mincore(view, *size, state)) fail("mincore", path);
+    for (size_t i = 0; i < pages; i++)
+        if (state[i] & 1) cached += i + 1 < pages ? page : *size - i * page;
+    munmap(view, *size);
+    free(state);
+    close(fd);
+    return cached;
+}
+
+int main(int argc, char **argv) {
+    int status = 2;
+    if (argc > 2 && !strcmp(argv[1], "read")) {
+        status = run_read(argv + 2, argc - 2);
+    } else if (argc > 2 && !strcmp(argv[1], "cached")) {
+        size_t cached = 0, bytes = 0, size;
+        for (int i = 2; i < argc; i++) {
+            cached += cached_bytes(argv[i], &size);
+            bytes += size;
+        }
+        printf("{\"cached\": %zu, \"bytes\": %zu}\n", cached, bytes);
+        status = 0;
+    }
+    if (status == 2) fprintf(stderr, "usage: see the top of ceiling.c\n");
+    return status;
+}

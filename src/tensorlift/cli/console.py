@@ -1,0 +1,108 @@
+"""What the verbs share: exit codes, errors as one readable block, sizes as text.
+
+Data goes to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable
+from typing import NoReturn, ParamSpec
+
+import typer
+from rich.console import Console
+
+from tensorlift.errors import FileError, MachineError, TensorliftError
+
+__all__ = ["EXIT_CODES", "data_console", "exit_code", "guarded", "human_bytes", "print_error"]
+
+EXIT_FILE = 1
+EXIT_REQUEST = 2
+EXIT_MACHINE = 3
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+# 130 and 141 are 128 plus SIGINT and SIGPIPE, as shells report them; 70 is EX_SOFTWARE of sysexits(3).
+EXIT_CODES = {
+    0: "all well",
+    EXIT_FILE: "a file or checkpoint is not what it should be, or not there",
+    EXIT_REQUEST: "the request: usage, an unknown option, device, tensor or dtype",
+    EXIT_MACHINE: "this machine: reading, memory, a driver or the native library failed",
+    EXIT_BUG: "an error that tensorlift did not expect: please report it",
+    EXIT_INTERRUPTED: "interrupted by Ctrl-C",
+    EXIT_BROKEN_PIPE: "the reader of the output went away",
+}
+
+P = ParamSpec("P")
+
+
+def exit_code(error: BaseException) -> int:
+    """The code by which the process tells of an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return EXIT_BROKEN_PIPE
+    if isinstance(error, FileError):
+        return EXIT_FILE
+    if isinstance(error, MachineError):
+        return EXIT_MACHINE
+    return EXIT_REQUEST if isinstance(error, TensorliftError) else EXIT_BUG
+
+
+def print_error(error: BaseException) -> None:
+    """One block on stderr: the kind, then the message, indented. TENSORLIFT_DEBUG=1 adds the traceback."""
+    if os.environ.get("TENSORLIFT_DEBUG") == "1":
+        traceback.print_exception(error, file=sys.stderr)
+    kind = type(error).__name__
+    message = str(error) or "no message"
+    if exit_code(error) == EXIT_BUG:
+        message += "\nThis is a bug of tensorlift. TENSORLIFT_DEBUG=1 shows where it happened."
+    print(f"error: {kind}\n{textwrap.indent(message, '  ')}", file=sys.stderr)
+
+
+def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
+    """Makes a verb of a function: what it returns or raises becomes the exit code, without a traceback."""
+
+    @functools.wraps(function)
+    def verb(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = function(*args, **kwargs)
+            sys.stdout.flush()
+        except BrokenPipeError as error:
+            # Python flushes stdout once more at its end; that must not fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _leave(error)
+        except KeyboardInterrupt as error:
+            print("interrupted", file=sys.stderr)
+            _leave(error)
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except Exception as error:  # noqa: BLE001 - the end of the process: shown, and told by the exit code
+            print_error(error)
+            _leave(error)
+        raise typer.Exit(code or 0)
+
+    return verb
+
+
+def _leave(error: BaseException) -> NoReturn:
+    raise typer.Exit(exit_code(error)) from None
+
+
+def data_console() -> Console:
+    """Where verbs print tables: stdout; a pipe has no width to fit into."""
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+
+
+def human_bytes(nbytes: float) -> str:
+    """Bytes with a decimal unit: ``1.50 GB``."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(nbytes) < 1000 or unit == "TB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"

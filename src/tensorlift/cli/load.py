@@ -1,0 +1,164 @@
+"""``tensorlift load``: loads a checkpoint and says what that took."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from tensorlift.cli.console import guarded, human_bytes
+from tensorlift.options import BACKENDS, LoadOptions
+
+if TYPE_CHECKING:
+    from tensorlift.stats import LoadStats
+
+__all__ = ["command"]
+
+Report = Callable[[int, int], object]
+
+
+def _load(
+    paths: list[str],
+    device: str,
+    names: list[str] | None,
+    repeat: int,
+    progress: bool | None,
+    as_json: bool,
+    **settings: Any,
+) -> int | None:
+    """Load a checkpoint, keep every tensor, and report sizes, times and how the bytes came."""
+    given = {name: value for name, value in settings.items() if value is not None and value != []}
+    # Checked before torch is imported, which takes seconds.
+    LoadOptions.resolve(**given)
+    runs = []
+    for number in range(repeat):
+        stats = _once(paths, device, names, progress, given)
+        runs.append(stats)
+        if not as_json:
+            if repeat > 1:
+                print(f"run {number + 1} of {repeat}")
+            print(stats.summary(), flush=True)
+    _finish(paths, device, runs, as_json)
+    return None
+
+
+def _once(
+    paths: list[str], device: str, names: list[str] | None, progress: bool | None, given: dict[str, Any]
+) -> LoadStats:
+    from tensorlift.loading import load  # torch only now
+
+    with _bar(progress) as report:
+        state = load(
+            paths[0] if len(paths) == 1 else paths, device=device, names=names, progress=report, **given
+        )
+        return state.stats
+
+
+@contextmanager
+def _bar(wanted: bool | None) -> Iterator[Report | None]:
+    """A progress bar in bytes on stderr; none where stderr is no terminal, unless it is asked for."""
+    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+        yield None
+        return
+    columns = (
+        TextColumn("loading"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True, force_terminal=True if wanted else None)
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def report(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        yield report
+
+
+def _finish(paths: list[str], device: str, runs: list[LoadStats], as_json: bool) -> None:
+    seconds = [run.seconds.get("total", 0.0) for run in runs]
+    median = statistics.median(seconds)
+    if as_json:
+        record = {
+            "paths": paths,
+            "device": device,
+            "median_seconds": median,
+            "runs": [run.to_dict() for run in runs],
+        }
+        print(json.dumps(record, indent=2))
+    elif len(runs) > 1:
+        rate = human_bytes(runs[-1].bytes / median) if median else "-"
+        print(
+            f"median of {len(runs)}: {median:.3f} s, {rate}/s; all: {', '.join(f'{s:.3f}' for s in seconds)}"
+        )
+
+
+def _parameters() -> Iterator[tuple[str, Any, Any]]:
+    """(name, type, default) of every parameter: the verb's own, then one for each field of LoadOptions."""
+    yield "paths", list[str], typer.Argument(metavar="PATH...", help="A file, files, a folder or a Hub id.")
+    yield "device", str, typer.Option("cpu", help="Where to: cpu, cuda, cuda:1.")
+    yield (
+        "names",
+        list[str] | None,
+        typer.Option(None, "--name", help="Only tensors of this name or glob; repeatable."),
+    )
+    yield "repeat", int, typer.Option(1, min=1, help="Load this many times.")
+    bar = typer.Option(
+        None, "--progress/--no-progress", help="A bar on stderr; without either, on a terminal only."
+    )
+    yield "progress", bool | None, bar
+    yield "as_json", bool, typer.Option(False, "--json", help="Print JSON.")
+    for field in dataclasses.fields(LoadOptions):
+        if field.name == "progress":
+            continue
+        meta = field.metadata
+        text = f"{meta['doc']} In {meta['unit']}; automatic: {meta['automatic']}."
+        text = f"{text} [{LoadOptions.variable(field.name)}]"
+        option = "--" + field.name.replace("_", "-")
+        if field.name == "backend":
+            text = f"{text} Repeatable. Known: {', '.join(BACKENDS)}."
+            yield field.name, list[str] | None, typer.Option(None, option, metavar="NAME", help=text)
+        else:
+            yield (
+                field.name,
+                str | None,
+                typer.Option(None, option, metavar=_metavar(meta["unit"]), help=text),
+            )
+
+
+def _metavar(unit: str) -> str:
+    return "SIZE" if unit == "bytes" else "NUMBER"
+
+
+def _build() -> Callable[..., None]:
+    """The verb as typer reads it: from a signature, which is made from the options instead of written out."""
+    verb = guarded(_load)
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, kind, default in _parameters()
+    ]
+    verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del verb.__wrapped__  # type: ignore[attr-defined]
+    return verb
+
+
+command = _build()

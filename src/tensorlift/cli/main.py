@@ -1,0 +1,53 @@
+"""The program ``tensorlift``: verbs and their help."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import typer
+
+from tensorlift.cli import doctor, load, show
+from tensorlift.cli.console import EXIT_CODES
+
+__all__ = ["app", "main"]
+
+_EPILOG = "Exit codes: " + "; ".join(f"{code} {text}" for code, text in EXIT_CODES.items()) + "."
+
+# Plain help and plain errors: the same text in a terminal, a log and a pipe.
+app = typer.Typer(
+    name="tensorlift",
+    help="Model weights into memory at the speed of the hardware.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("load")(load.command)
+app.command("show")(show.command)
+app.command("doctor")(doctor.command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(importlib.metadata.version("tensorlift"))
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version.", callback=_version, is_eager=True
+    ),
+) -> None:
+    """Model weights into memory at the speed of the hardware."""
+
+
+def main() -> None:
+    """Runs the command line; ends the process."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
