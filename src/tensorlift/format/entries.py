@@ -1,0 +1,282 @@
+"""The JSON of a header as checked columns.
+
+Two ways lead to the same columns. The quick one decodes everything at once and looks at whole columns;
+whatever makes it doubt (it never says what) sends the header down the exact one, which takes entry after
+entry, names the first that breaks a rule, or finds none. So no check of the quick way needs words, and no
+check of the exact one speed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tensorlift.errors import HeaderError
+from tensorlift.format.dtypes import ALL, BY_CODE
+from tensorlift.format.quoting import clean, plural, quote
+
+__all__ = ["METADATA_KEY", "Columns", "read"]
+
+METADATA_KEY = "__metadata__"
+"""The one key of a header that is no tensor: a map of strings to strings."""
+
+_LARGEST = 2**63 - 1  # of int64: what file offsets, torch's extents and the columns below can hold
+_IDS = {code: dtype.id for code, dtype in BY_CODE.items()}
+_BITS = np.array([dtype.bits for dtype in ALL], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The tensors of a header in the order of its JSON; offsets are bytes from the start of the data."""
+
+    metadata: dict[str, str] | None
+    names: list[str]
+    dtypes: npt.NDArray[np.uint8]
+    shapes: list[tuple[int, ...]]
+    begins: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+
+
+class _Entry(msgspec.Struct, gc=False):
+    """One tensor, as far as decoding checks it; other keys are skipped. No default passes the checks."""
+
+    dtype: str = ""
+    shape: tuple[Any, ...] = (-1,)
+    data_offsets: tuple[Any, ...] = ()
+
+
+_DECODER = msgspec.json.Decoder(dict[str, _Entry])
+_JSON = json.JSONDecoder()
+
+
+def read(raw: bytes | memoryview, path: str) -> Columns:
+    """Decodes the JSON bytes of a header and checks each entry by itself: its keys, dtype, shape and size.
+
+    How the entries' ranges lie to each other and to the file is not looked at. Raises HeaderError.
+    """
+    try:
+        text = str(raw, "utf-8")
+    except UnicodeDecodeError as error:
+        raise HeaderError(
+            f"{clean(path)}: the header is no UTF-8 text: {error.reason} at byte {error.start:,} of it; "
+            "the file is damaged, or it is no safetensors file"
+        ) from None
+    with _collector_paused():
+        columns = _quick(raw, text)
+        return columns if columns is not None else _exact(text, path)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without this the garbage collector looks through all tuples again and again while they are made."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _quick(raw: bytes | memoryview, text: str) -> Columns | None:
+    """The columns, or None where anything at all is doubtful."""
+    # An escape could hide a colon, which `_has_duplicates` counts. One character is looked for much faster
+    # than two.
+    if "\\" in text and "\\u" in text:
+        return None
+    try:
+        table = _DECODER.decode(raw)
+        metadata = _metadata_of(text) if table.pop(METADATA_KEY, None) is not None else None
+        names, entries = list(table), list(table.values())
+        ids = np.frombuffer(bytes([_IDS[entry.dtype] for entry in entries]), dtype=np.uint8)
+        shapes = [entry.shape for entry in entries]
+        ranges = [entry.data_offsets for entry in entries]
+        extents = list(chain.from_iterable(shapes))
+        if set(map(len, ranges)) - {2} or set(map(type, extents)) - {int}:
+            return None
+        offsets = list(chain.from_iterable(ranges))
+        if set(map(type, offsets)) - {int} or min(extents, default=0) < 0:
+            return None
+        bounds = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        products = {shape: math.prod(shape) for shape in set(shapes)}
+        counts = np.array([products[shape] for shape in shapes], dtype=np.int64)
+    except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError, OverflowError):
+        return None
+    if _has_duplicates(text, names, metadata) or not _sizes_fit(counts, ids, shapes, bounds):
+        return None
+    return Columns(metadata, names, ids, shapes, bounds[:, 0], bounds[:, 1])
+
+
+def _metadata_of(text: str) -> dict[str, str]:
+    """The metadata of a header that has some, taken out at its key; raises where it is not easily found."""
+    key = f'"{METADATA_KEY}":'
+    if text.count(key) != 1:
+        raise ValueError("not found once")
+    found, _ = _JSON.raw_decode(text, text.index(key) + len(key))
+    if type(found) is not dict or set(map(type, found.values())) - {str}:
+        raise TypeError("no map of strings")
+    return found
+
+
+def _has_duplicates(text: str, names: list[str], metadata: dict[str, str] | None) -> bool:
+    """Whether a key may have come twice (or one that is not needed at all).
+
+    Decoding keeps the last of equal keys and forgets the others. But each pair has its colon: four for a
+    tensor (its name and three keys), one for the metadata and one for each pair in it, and those inside names
+    and metadata. Were there more, some pair went missing. Escapes that could hide a colon were excluded
+    before.
+    """
+    colons = 4 * len(names) + "".join(names).count(":")
+    if metadata is not None:
+        colons += 1 + len(metadata) + sum(k.count(":") + v.count(":") for k, v in metadata.items())
+    return text.count(":") != colons
+
+
+def _sizes_fit(
+    counts: npt.NDArray[np.int64],
+    ids: npt.NDArray[np.uint8],
+    shapes: list[tuple[int, ...]],
+    bounds: npt.NDArray[np.int64],
+) -> bool:
+    """Whether ranges are as long as shapes and dtypes say; False also where int64 might not hold the bits."""
+    if not len(counts):
+        return True
+    if counts.max() > _LARGEST // 64 or bounds.min() < 0:
+        return False
+    bits = counts * _BITS[ids]
+    if (bits & 7).any() or ((bits >> 3) != bounds[:, 1] - bounds[:, 0]).any():
+        return False
+    return all(_countable(shapes[i]) for i in np.flatnonzero(counts == 0).tolist())
+
+
+def _countable(shape: tuple[int, ...]) -> bool:
+    """Whether the strides of a tensor of this shape fit int64 (those of an empty tensor count a 0 as 1)."""
+    return math.prod(extent or 1 for extent in shape) <= _LARGEST
+
+
+class _DoubledError(ValueError):
+    """A key comes twice in one object."""
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _DoubledError(key)
+            seen.add(key)
+    return table
+
+
+def _constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _exact(text: str, path: str) -> Columns:
+    """The columns by way of the entries one after the other; raises for the first that breaks a rule."""
+    where = clean(path)
+    try:
+        table = json.loads(text, object_pairs_hook=_pairs, parse_constant=_constant)
+    except _DoubledError as error:
+        raise HeaderError(
+            f"{where}: the key {quote(error.args[0])} comes twice in the header; which one holds is not "
+            "defined, so the file is refused: write it again"
+        ) from None
+    except RecursionError:
+        raise HeaderError(
+            f"{where}: the header's JSON is nested too deeply; it is no safetensors file"
+        ) from None
+    except ValueError as error:
+        raise HeaderError(
+            f"{where}: the header is no valid JSON: {quote(str(error))[1:-1]}; the file is damaged, or it "
+            "is no safetensors file"
+        ) from None
+    if type(table) is not dict:
+        raise HeaderError(f"{where}: the header is no JSON object but {quote(table)}")
+    metadata = _exact_metadata(table.pop(METADATA_KEY, None), where)
+    rows = [_exact_row(name, entry, where) for name, entry in table.items()]
+    bounds = np.array([row[2:] for row in rows], dtype=np.int64).reshape(-1, 2)
+    return Columns(
+        metadata,
+        list(table),
+        np.array([row[0] for row in rows], dtype=np.uint8),
+        [row[1] for row in rows],
+        bounds[:, 0],
+        bounds[:, 1],
+    )
+
+
+def _exact_metadata(found: object, where: str) -> dict[str, str] | None:
+    if found is None:  # absent, or null: the reference implementation takes both
+        return None
+    if type(found) is not dict:
+        raise HeaderError(f"{where}: {METADATA_KEY} has to be a map of strings, found {quote(found)}")
+    for key, value in found.items():
+        if type(value) is not str:
+            raise HeaderError(
+                f"{where}: {METADATA_KEY}[{quote(key)}] has to be a string, found {quote(value)}; "
+                "write it as text"
+            )
+        _check_text(key, f"a key of {METADATA_KEY}", where)
+        _check_text(value, f"{METADATA_KEY}[{quote(key)}]", where)
+    return found
+
+
+def _check_text(text: str, what: str, where: str) -> None:
+    """JSON escapes can spell half a surrogate pair, which is no text and cannot be written anywhere."""
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+        raise HeaderError(f"{where}: {what} has half a surrogate pair: {quote(text)}")
+
+
+def _exact_row(name: str, entry: object, where: str) -> tuple[int, tuple[int, ...], int, int]:
+    """Dtype id, shape, begin and end of one entry."""
+    _check_text(name, "a tensor's name", where)
+    who = f"{where}: tensor {quote(name)}"
+    if type(entry) is not dict:
+        raise HeaderError(f"{who}: its entry has to be a JSON object, found {quote(entry)}")
+    for key in ("dtype", "shape", "data_offsets"):
+        if key not in entry:
+            raise HeaderError(f"{who}: its entry has no '{key}'")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(code) is not str or code not in BY_CODE:
+        raise HeaderError(
+            f"{who}: unknown dtype {quote(code)}; known are {', '.join(BY_CODE)}. "
+            "A newer tensorlift may know it"
+        )
+    if type(shape) is not list or any(type(n) is not int or not 0 <= n <= _LARGEST for n in shape):
+        raise HeaderError(
+            f"{who}: its shape has to be a list of integers from 0 to 2**63 - 1, found {quote(shape)}"
+        )
+    if type(offsets) is not list or len(offsets) != 2 or any(type(n) is not int for n in offsets):
+        raise HeaderError(f"{who}: its data_offsets have to be two integers, found {quote(offsets)}")
+    begin, end = offsets
+    if not 0 <= begin <= end <= _LARGEST:
+        raise HeaderError(
+            f"{who}: its data_offsets have to be a range of bytes, 0 <= begin <= end < 2**63, found "
+            f"{quote(offsets)}"
+        )
+    dtype = BY_CODE[code]
+    kind = f"{code} {quote(shape)}"
+    bits = math.prod(shape) * dtype.bits
+    if bits % 8:
+        raise HeaderError(f"{who}: {kind} takes {quote(bits)} bits, which fill no whole number of bytes")
+    if not _countable(tuple(shape)):
+        raise HeaderError(f"{who}: {kind} has more elements than 2**63 - 1")
+    if bits // 8 != end - begin:
+        raise HeaderError(
+            f"{who}: {kind} takes {plural(bits // 8, 'byte')}, but data_offsets {quote(offsets)} hold "
+            f"{plural(end - begin, 'byte')}; the file is damaged or was written wrongly"
+        )
+    return dtype.id, tuple(shape), begin, end

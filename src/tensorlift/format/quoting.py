@@ -1,0 +1,44 @@
+"""How names and texts out of files appear in messages: cut, and harmless to a terminal."""
+
+from __future__ import annotations
+
+__all__ = ["clean", "plural", "quote"]
+
+# Long enough for the names of real tensors, short enough for one line of a log.
+_LONGEST = 100
+
+
+def clean(text: str) -> str:
+    """The text on one line: control characters and what is not valid Unicode are written as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def quote(value: object, longest: int = _LONGEST) -> str:
+    """A value out of a file, as in Python source, of at most `longest` characters and an ellipsis."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        # Turning a number of thousands of digits into text is slow, and Python refuses it from 4,300 digits
+        # on.
+        return f"an integer of {value.bit_length():,} bits"
+    text = clean(value[: longest + 1] if isinstance(value, str) else _short_repr(value, longest))
+    if len(text) > longest:
+        text = text[:longest] + "…"
+    return f"'{text}'" if isinstance(value, str) else text
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: "1 byte", "4,096 bytes"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _short_repr(value: object, longest: int) -> str:
+    """repr() of a value of JSON, without writing out more of a long one than will be shown."""
+    if isinstance(value, (list, tuple)):
+        shown = ", ".join(quote(v, longest) for v in value[:20])
+        return f"[{shown}{', …' if len(value) > 20 else ''}]"
+    if isinstance(value, dict):
+        return "an object" if value else "{}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
