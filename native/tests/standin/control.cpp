@@ -75,14 +75,18 @@ STANDIN_API void standin_reset(void) {
     s.registered_peak = 0;
 }
 
-STANDIN_API void standin_ready(void) { initialise(); }
+STANDIN_API void standin_ready(void) {
+    initialise();
+}
 
 STANDIN_API void standin_set_devices(int32_t count) {
     std::lock_guard lock(state().mutex);
     state().devices = count;
 }
 
-STANDIN_API void standin_set_copy_delay_us(uint64_t us) { state().delay_us = us; }
+STANDIN_API void standin_set_copy_delay_us(uint64_t us) {
+    state().delay_us = us;
+}
 
 STANDIN_API void standin_set_copy_jitter_us(uint64_t jitter_us, uint64_t seed) {
     std::lock_guard lock(state().mutex);
@@ -143,16 +147,24 @@ STANDIN_API int64_t standin_retained_contexts(void) {
     return state().contexts;
 }
 
-STANDIN_API uint64_t standin_unpinned_copies(void) { return state().unpinned_copies; }
-STANDIN_API uint64_t standin_lost_copies(void) { return state().lost_copies; }
+STANDIN_API uint64_t standin_unpinned_copies(void) {
+    return state().unpinned_copies;
+}
+STANDIN_API uint64_t standin_lost_copies(void) {
+    return state().lost_copies;
+}
 
 STANDIN_API uint64_t standin_blocking_streams(void) {
     std::lock_guard lock(state().mutex);
     return state().blocking_streams;
 }
 
-STANDIN_API uint64_t standin_stream(void) { return add_stream(false); }
-STANDIN_API void standin_stream_free(uint64_t stream) { remove_stream(stream); }
+STANDIN_API uint64_t standin_stream(void) {
+    return add_stream(false);
+}
+STANDIN_API void standin_stream_free(uint64_t stream) {
+    remove_stream(stream);
+}
 
 STANDIN_API void standin_stream_sync(uint64_t stream) {
     if (auto found = find_stream(stream)) {

@@ -84,16 +84,26 @@ int remove_stream(std::uint64_t handle) {
 
 const char *error_name(int code) {
     switch (code) {
-        case kSuccess: return "STANDIN_SUCCESS";
-        case kInvalidValue: return "STANDIN_INVALID_VALUE";
-        case kNotInitialized: return "STANDIN_NOT_INITIALIZED";
-        case kInvalidDevice: return "STANDIN_INVALID_DEVICE";
-        case kInvalidContext: return "STANDIN_INVALID_CONTEXT";
-        case kInvalidHandle: return "STANDIN_INVALID_HANDLE";
-        case kNotReady: return "STANDIN_NOT_READY";
-        case kAlreadyRegistered: return "STANDIN_ALREADY_REGISTERED";
-        case kNotRegistered: return "STANDIN_NOT_REGISTERED";
-        default: return "STANDIN_INJECTED";
+        case kSuccess:
+            return "STANDIN_SUCCESS";
+        case kInvalidValue:
+            return "STANDIN_INVALID_VALUE";
+        case kNotInitialized:
+            return "STANDIN_NOT_INITIALIZED";
+        case kInvalidDevice:
+            return "STANDIN_INVALID_DEVICE";
+        case kInvalidContext:
+            return "STANDIN_INVALID_CONTEXT";
+        case kInvalidHandle:
+            return "STANDIN_INVALID_HANDLE";
+        case kNotReady:
+            return "STANDIN_NOT_READY";
+        case kAlreadyRegistered:
+            return "STANDIN_ALREADY_REGISTERED";
+        case kNotRegistered:
+            return "STANDIN_NOT_REGISTERED";
+        default:
+            return "STANDIN_INJECTED";
     }
 }
 
@@ -179,7 +189,9 @@ int stream_create(std::uint64_t *stream, unsigned flags) {
     return kSuccess;
 }
 
-int stream_destroy(std::uint64_t stream) { return remove_stream(stream); }
+int stream_destroy(std::uint64_t stream) {
+    return remove_stream(stream);
+}
 
 int stream_synchronize(std::uint64_t stream) {
     auto found = find_stream(stream);
@@ -289,7 +301,8 @@ int copy_to_device(std::uint64_t destination, const void *source, std::size_t nb
     return kSuccess;
 }
 
-int copy_on_device(std::uint64_t destination, std::uint64_t source, std::size_t nbytes, std::uint64_t stream) {
+int copy_on_device(std::uint64_t destination, std::uint64_t source, std::size_t nbytes,
+                   std::uint64_t stream) {
     auto target = find_stream(stream);
     if (!target) {
         return kInvalidHandle;

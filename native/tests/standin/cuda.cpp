@@ -12,23 +12,43 @@ namespace {
 // what needs one is refused.
 thread_local int current_device = -1;
 
-std::uintptr_t context_of(int device) { return 0xC0DE0000u + static_cast<unsigned>(device) + 1; }
+std::uintptr_t context_of(int device) {
+    return 0xC0DE0000u + static_cast<unsigned>(device) + 1;
+}
 
-int need_context() { return current_device < 0 ? kInvalidContext : kSuccess; }
+int need_context() {
+    return current_device < 0 ? kInvalidContext : kSuccess;
+}
 
 }  // namespace
 
-#define NEED_CONTEXT()                       \
+#define NEED_CONTEXT()                        \
     if (const int missing = need_context()) { \
-        return missing;                      \
+        return missing;                       \
     }
 
-const char *const standin::kEntries[] = {
-    "cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDevicePrimaryCtxRetain",
-    "cuDevicePrimaryCtxRelease_v2", "cuCtxSetCurrent", "cuCtxGetCurrent", "cuMemHostRegister_v2",
-    "cuMemHostUnregister", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize", "cuStreamWaitEvent",
-    "cuEventCreate", "cuEventDestroy_v2", "cuEventRecord", "cuEventSynchronize", "cuEventQuery",
-    "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoDAsync_v2", nullptr};
+const char *const standin::kEntries[] = {"cuInit",
+                                         "cuDriverGetVersion",
+                                         "cuDeviceGetCount",
+                                         "cuDeviceGet",
+                                         "cuDevicePrimaryCtxRetain",
+                                         "cuDevicePrimaryCtxRelease_v2",
+                                         "cuCtxSetCurrent",
+                                         "cuCtxGetCurrent",
+                                         "cuMemHostRegister_v2",
+                                         "cuMemHostUnregister",
+                                         "cuStreamCreate",
+                                         "cuStreamDestroy_v2",
+                                         "cuStreamSynchronize",
+                                         "cuStreamWaitEvent",
+                                         "cuEventCreate",
+                                         "cuEventDestroy_v2",
+                                         "cuEventRecord",
+                                         "cuEventSynchronize",
+                                         "cuEventQuery",
+                                         "cuMemcpyHtoDAsync_v2",
+                                         "cuMemcpyDtoDAsync_v2",
+                                         nullptr};
 
 STANDIN_ENTRY int cuInit(unsigned) {
     if (const int injected = enter("cuInit")) {
@@ -103,7 +123,8 @@ STANDIN_ENTRY int cuMemHostRegister_v2(void *address, std::size_t nbytes, unsign
 }
 
 STANDIN_ENTRY int cuMemHostUnregister(void *address) {
-    STANDIN_NEVERTHELESS(cuMemHostUnregister, current_device < 0 ? kInvalidContext : unregister_memory(address));
+    STANDIN_NEVERTHELESS(cuMemHostUnregister,
+                         current_device < 0 ? kInvalidContext : unregister_memory(address));
 }
 
 STANDIN_ENTRY int cuStreamCreate(std::uint64_t *stream, unsigned flags) {
@@ -117,7 +138,8 @@ STANDIN_ENTRY int cuStreamDestroy_v2(std::uint64_t stream) {
 }
 
 STANDIN_ENTRY int cuStreamSynchronize(std::uint64_t stream) {
-    STANDIN_NEVERTHELESS(cuStreamSynchronize, current_device < 0 ? kInvalidContext : stream_synchronize(stream));
+    STANDIN_NEVERTHELESS(cuStreamSynchronize,
+                         current_device < 0 ? kInvalidContext : stream_synchronize(stream));
 }
 
 STANDIN_ENTRY int cuStreamWaitEvent(std::uint64_t stream, std::uint64_t event, unsigned) {

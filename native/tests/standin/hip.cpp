@@ -11,18 +11,31 @@ namespace {
 
 thread_local int current_device = 0;
 
-#define HIP_ENTER(name)                              \
-    if (const int injected = enter(#name)) {         \
-        return injected;                             \
+#define HIP_ENTER(name)                      \
+    if (const int injected = enter(#name)) { \
+        return injected;                     \
     }
 
 }  // namespace
 
-const char *const standin::kEntries[] = {
-    "hipInit", "hipGetDeviceCount", "hipSetDevice", "hipGetDevice", "hipHostRegister", "hipHostUnregister",
-    "hipStreamCreateWithFlags", "hipStreamDestroy", "hipStreamSynchronize", "hipStreamWaitEvent",
-    "hipEventCreateWithFlags", "hipEventDestroy", "hipEventRecord", "hipEventSynchronize", "hipEventQuery",
-    "hipMemcpyHtoDAsync", "hipMemcpyDtoDAsync", nullptr};
+const char *const standin::kEntries[] = {"hipInit",
+                                         "hipGetDeviceCount",
+                                         "hipSetDevice",
+                                         "hipGetDevice",
+                                         "hipHostRegister",
+                                         "hipHostUnregister",
+                                         "hipStreamCreateWithFlags",
+                                         "hipStreamDestroy",
+                                         "hipStreamSynchronize",
+                                         "hipStreamWaitEvent",
+                                         "hipEventCreateWithFlags",
+                                         "hipEventDestroy",
+                                         "hipEventRecord",
+                                         "hipEventSynchronize",
+                                         "hipEventQuery",
+                                         "hipMemcpyHtoDAsync",
+                                         "hipMemcpyDtoDAsync",
+                                         nullptr};
 
 STANDIN_ENTRY int hipInit(unsigned) {
     HIP_ENTER(hipInit);
@@ -113,7 +126,9 @@ STANDIN_ENTRY int hipMemcpyDtoDAsync(std::uint64_t destination, std::uint64_t so
     return copy_on_device(destination, source, nbytes, stream);
 }
 
-STANDIN_ENTRY const char *hipGetErrorName(int code) { return error_name(code); }
+STANDIN_ENTRY const char *hipGetErrorName(int code) {
+    return error_name(code);
+}
 
 STANDIN_ENTRY const char *hipGetErrorString(int code) {
     return code == kSuccess ? "no error" : "an error of the stand-in driver";

@@ -13,7 +13,7 @@
 namespace standin {
 
 class Latch {
-  public:
+public:
     void open() {
         std::lock_guard lock(mutex_);
         open_ = true;
@@ -28,14 +28,14 @@ class Latch {
         return open_;
     }
 
-  private:
+private:
     std::mutex mutex_;
     std::condition_variable changed_;
     bool open_ = false;
 };
 
 class Stream {
-  public:
+public:
     explicit Stream(bool counted) : counted_(counted), thread_([this] { run(); }) {}
     ~Stream() {
         close();
@@ -47,7 +47,9 @@ class Stream {
     void push(std::function<void()> operation) { push({std::move(operation), nullptr}); }
 
     // The stream stops there until the latch opens.
-    void push_wait(std::shared_ptr<Latch> latch) { push({[latch] { latch->wait(); }, latch}); }
+    void push_wait(std::shared_ptr<Latch> latch) {
+        push({[latch] { latch->wait(); }, latch});
+    }
 
     // Returns when nothing more can happen on this stream by itself: it is empty, or stopped by a latch.
     void settle() {
@@ -75,7 +77,7 @@ class Stream {
 
     bool counted() const { return counted_; }
 
-  private:
+private:
     struct Operation {
         std::function<void()> run;
         std::shared_ptr<Latch> latch;  // what it waits for
