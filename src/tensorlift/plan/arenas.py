@@ -1,0 +1,256 @@
+"""Layout: which arena each wanted tensor goes to, and where in it. Vectorised, linear in the number of tensors.
+
+Theory of operation
+    A *run* is a stretch of tensors that follow each other in one file and keep their distances in memory, so that one
+    piece moves all of them. Inside a run, memory address minus file offset is one constant, the run's *shift*. A new run
+    begins where wanted bytes are not adjacent, at the edge of an arena, and where a tensor's alignment asks for another
+    *residue* of the shift modulo 16. Residues are chosen so that this happens seldom:
+
+        file     |hdr 8n+8|  a: F32 x 1000  | b: U8 x 3 | c: F32 x 8 | d: F32 x 8 |
+        shift            8                          8         9            9            (modulo 16)
+        arena             [a...............][b..]..[c.........][d.........]            one gap where the residue changes
+
+    Tensors that demand most choose first (16 bytes, then 8, 4, 2); the others take the residue of the tensor before
+    them, or behind them, if their own alignment allows, else their own.
+    On a CPU the shift of long runs is a multiple of 4096 wherever dtypes allow it, so that direct reads land in place.
+
+    Stretches of many small tensors go to arenas of their own: a scalar that is kept does not hold a large arena back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["PAGE", "Layout", "Rules", "Wanted", "lay_out"]
+
+Ints = npt.NDArray[np.int64]
+
+PAGE = 4096
+# Widest alignment that a tensor needs: vector loads of a GPU and of AVX are happy with it, and torch's allocators
+# promise more for whole blocks.
+WIDE = 16
+# On a CPU, tensors from this size on insist on a shift that is a multiple of a page, and runs get that shift: direct
+# reads of less are not worth padding of up to a page.
+LONG = 64 << 10
+SMALL = 4 << 10
+SMALL_STRETCH = 8
+SMALL_ARENA = 1 << 20
+
+
+class Wanted(NamedTuple):
+    """Tensors to place, in file order: arrays of one element a tensor; starts are offsets in its file."""
+
+    files: npt.NDArray[np.int32]
+    starts: Ints
+    sizes: Ints
+    alignments: Ints
+    """Powers of two up to 16: what the dtype needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How to place: ``capacity`` of an arena in bytes; ``device``: tensors of 16 bytes and more at multiples of 16,
+    else (a CPU) arena offset and file offset agree modulo 4096 wherever dtypes allow; ``uniform``: arenas that hold
+    several tensors have exactly the capacity, so that blocks can be used again.
+    """
+
+    capacity: int
+    device: bool = False
+    uniform: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where tensors go. Batches are consecutive tensors of one arena; they are read and handed out in turn.
+
+    tensor i: ``arenas[i]`` (-1: it has no bytes), ``offsets[i]`` in the arena, ``batches[i]``
+    arena a: ``arena_nbytes[a]``, numbered in the order of first use; ``arena_used[a]`` without the spare end
+    run r: ``run_file``, ``run_start`` (file offset), ``run_nbytes``, ``run_arena``, ``run_offset``, ``run_batch``
+    """
+
+    arenas: npt.NDArray[np.int32]
+    offsets: Ints
+    batches: npt.NDArray[np.int32]
+    arena_nbytes: Ints
+    arena_used: Ints
+    run_file: npt.NDArray[np.int32]
+    run_start: Ints
+    run_nbytes: Ints
+    run_arena: npt.NDArray[np.int32]
+    run_offset: Ints
+    run_batch: npt.NDArray[np.int32]
+    batch_count: int
+
+
+class _Placed(NamedTuple):
+    arenas: Ints
+    offsets: Ints
+    breaks: npt.NDArray[np.bool_]
+    sizes: Ints
+    used: Ints
+
+
+def lay_out(wanted: Wanted, rules: Rules) -> Layout:
+    """Places every wanted tensor that has bytes exactly once; see the top of this module for the rules."""
+    count = len(wanted.starts)
+    some = np.flatnonzero(wanted.sizes > 0)
+    body = Wanted(*(column[some] for column in wanted))
+    small = _small_stretches(body)
+    arena, offset = np.empty(len(some), np.int64), np.empty(len(some), np.int64)
+    fresh, sizes, used = np.zeros(len(some), bool), [], []
+    made = 0
+    for chosen, capacity in ((~small, rules.capacity), (small, min(SMALL_ARENA, rules.capacity))):
+        rows = np.flatnonzero(chosen)
+        if len(rows):
+            placed = _place(Wanted(*(column[rows] for column in body)), rules, capacity)
+            arena[rows], offset[rows], fresh[rows] = placed.arenas + made, placed.offsets, placed.breaks
+            sizes.append(placed.sizes)
+            used.append(placed.used)
+            made += len(placed.sizes)
+    # A stretch of small tensors among others ends the run on both sides.
+    fresh[1:] |= arena[1:] != arena[:-1]
+    renumbered, sizes_all, used_all = _by_first_use(arena, sizes, used)
+    return _assemble(count, some, body, renumbered, offset, fresh, sizes_all, used_all)
+
+
+def _small_stretches(body: Wanted) -> npt.NDArray[np.bool_]:
+    """Which tensors are packed apart: those in stretches of many small ones."""
+    small = body.sizes < SMALL
+    if not small.any() or small.all() and int(body.sizes.sum()) <= SMALL_ARENA:
+        return np.zeros(len(small), bool)
+    edges = np.flatnonzero(np.concatenate(([True], small[1:] != small[:-1])))
+    lengths = np.diff(np.concatenate((edges, [len(small)])))
+    return np.repeat(small[edges] & (lengths >= SMALL_STRETCH), lengths)
+
+
+def _place(body: Wanted, rules: Rules, capacity: int) -> _Placed:
+    """Arena, offset and run breaks of tensors that all have bytes, in the order given."""
+    files, starts, sizes, _ = body
+    ends = starts + sizes
+    apart = np.ones(len(starts), bool)
+    apart[1:] = (files[1:] != files[:-1]) | (starts[1:] != ends[:-1])
+    residues = _residues(body, apart, rules)
+    breaks = apart.copy()
+    breaks[1:] |= residues[1:] != residues[:-1]
+
+    first = np.flatnonzero(breaks)
+    last = np.concatenate((first[1:], [len(starts)])) - 1
+    length = ends[last] - starts[first]
+    # Positions in one endless arena. Run r starts at a position that agrees with its file offset plus residue modulo
+    # `step`; modulo a page that costs up to a page, so only long runs get it.
+    step = np.where(length >= LONG, PAGE, WIDE)
+    target = (starts[first] + residues[first]) % step
+    position = _positions(length, step, target)
+    shift = np.repeat(position - starts[first], np.diff(np.concatenate((first, [len(starts)]))))
+    begin = starts + shift
+    return _cut(begin, begin + sizes, breaks, rules, capacity)
+
+
+def _residues(body: Wanted, apart: npt.NDArray[np.bool_], rules: Rules) -> Ints:
+    """The shift of each tensor modulo 16; ``apart`` says where a tensor does not follow the one before it."""
+    count = len(body.starts)
+    index = np.arange(count)
+    edges = np.flatnonzero(apart)
+    stretch = np.cumsum(apart) - 1
+    opens, closes = edges[stretch], np.concatenate((edges[1:], [count]))[stretch]
+
+    demand = np.where(body.sizes >= WIDE, WIDE, body.alignments) if rules.device else body.alignments
+    needs = -body.starts % demand
+    residues = np.zeros(count, np.int64)
+    settled = np.zeros(count, bool) if rules.device else (body.sizes >= LONG) & (needs == 0)
+    for level in (WIDE, 8, 4, 2, 1):
+        rows = np.flatnonzero((demand == level) & ~settled)
+        if not len(rows):
+            continue
+        before = np.maximum.accumulate(np.where(settled, index, -1))[rows]
+        behind = np.minimum.accumulate(np.where(settled, index, count)[::-1])[::-1][rows]
+        choice = needs[rows]
+        own = choice.copy()
+        # The last assignment wins: the tensor before, else the one behind, else what the tensor itself needs.
+        for near, there in ((behind, behind < closes[rows]), (before, before >= opens[rows])):
+            theirs = residues[np.where(there, near, 0)]
+            choice = np.where(there & ((theirs - own) % level == 0), theirs, choice)
+        residues[rows] = choice
+        settled[rows] = True
+    return residues
+
+
+def _positions(length: Ints, step: Ints, target: Ints) -> Ints:
+    """Least positions, run after run, with position % step == target."""
+    position = []
+    at = 0
+    for size, modulus, wants in zip(length.tolist(), step.tolist(), target.tolist(), strict=True):
+        at += (wants - at) % modulus
+        position.append(at)
+        at += size
+    return np.array(position, np.int64)
+
+
+def _cut(begin: Ints, end: Ints, breaks: npt.NDArray[np.bool_], rules: Rules, capacity: int) -> _Placed:
+    """Cuts the endless arena into arenas: as many tensors as fit, at least one."""
+    firsts, bases = [], []
+    at = 0
+    while at < len(begin):
+        # Whole pages, so that cutting keeps residues.
+        base = int(begin[at]) // PAGE * PAGE
+        firsts.append(at)
+        bases.append(base)
+        at = max(int(np.searchsorted(end, base + capacity, side="right")), at + 1)
+    edges = np.array(firsts, np.int64)
+    base_of, counts = np.array(bases, np.int64), np.diff(np.concatenate((edges, [len(begin)])))
+    breaks[edges] = True
+    used = end[edges + counts - 1] - base_of
+    spare = rules.uniform and len(edges) > 1
+    sizes = np.where(used <= capacity, capacity, used) if spare else used
+    return _Placed(
+        np.repeat(np.arange(len(edges)), counts), begin - np.repeat(base_of, counts), breaks, sizes, used
+    )
+
+
+def _by_first_use(arena: Ints, sizes: list[Ints], used: list[Ints]) -> tuple[Ints, Ints, Ints]:
+    """Arenas numbered in the order in which tensors reach them."""
+    if not sizes:
+        empty = np.zeros(0, np.int64)
+        return arena, empty, empty
+    old, first = np.unique(arena, return_index=True)
+    order = old[np.argsort(first)]
+    new_of = np.empty(len(order), np.int64)
+    new_of[order] = np.arange(len(order))
+    return new_of[arena], np.concatenate(sizes)[order], np.concatenate(used)[order]
+
+
+def _assemble(
+    count: int,
+    some: Ints,
+    body: Wanted,
+    arena: Ints,
+    offset: Ints,
+    fresh: npt.NDArray[np.bool_],
+    sizes: Ints,
+    used: Ints,
+) -> Layout:
+    arenas, offsets = np.full(count, -1, np.int32), np.zeros(count, np.int64)
+    arenas[some], offsets[some] = arena, offset
+    # Tensors without bytes go with the batch before them, or with the first one.
+    turn = np.zeros(count, np.int32)
+    turn[some[1:]] = arena[1:] != arena[:-1]
+    batches = np.cumsum(turn, dtype=np.int32)
+    first = np.flatnonzero(fresh)
+    return Layout(
+        arenas=arenas,
+        offsets=offsets,
+        batches=batches,
+        arena_nbytes=sizes,
+        arena_used=used,
+        run_file=body.files[first],
+        run_start=body.starts[first],
+        run_nbytes=np.add.reduceat(body.sizes, first) if len(first) else np.zeros(0, np.int64),
+        run_arena=arena[first].astype(np.int32),
+        run_offset=offset[first],
+        run_batch=batches[some][first],
+        batch_count=int(batches[-1]) + 1 if count else 0,
+    )

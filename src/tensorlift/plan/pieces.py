@@ -1,0 +1,48 @@
+"""Pieces: contiguous copies from a file to memory, as the engine takes them (tl_piece)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["JOIN", "PIECE", "merge_pieces", "new_pieces"]
+
+PIECE = np.dtype(
+    [("file_offset", "u8"), ("nbytes", "u8"), ("destination", "u8"), ("file", "i4"), ("flags", "u4")]
+)
+
+# TL_PIECE_JOIN: what lies between the piece before and this one is padding of one arena, and may be overwritten.
+JOIN = 1
+
+
+def new_pieces(
+    file: npt.ArrayLike, file_offset: npt.ArrayLike, nbytes: npt.ArrayLike, destination: npt.ArrayLike
+) -> npt.NDArray[Any]:
+    """An array of PIECE with one element for each of the given, without flags. Offsets and sizes are bytes."""
+    offsets = np.asarray(file_offset)
+    pieces = np.zeros(len(offsets), PIECE)
+    pieces["file"], pieces["file_offset"] = file, offsets
+    pieces["nbytes"], pieces["destination"] = nbytes, destination
+    return pieces
+
+
+def merge_pieces(pieces: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same copies in fewer pieces: neighbours in the array that follow each other in file and memory become one.
+
+    Pieces of no bytes are dropped. Flags must not be set.
+    """
+    pieces = pieces[pieces["nbytes"] > 0]
+    if len(pieces) < 2:
+        return pieces
+    before, after = pieces[:-1], pieces[1:]
+    follows = (
+        (before["file"] == after["file"])
+        & (before["file_offset"] + before["nbytes"] == after["file_offset"])
+        & (before["destination"] + before["nbytes"] == after["destination"])
+    )
+    first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    merged = pieces[first].copy()
+    merged["nbytes"] = np.add.reduceat(pieces["nbytes"], first)
+    return merged

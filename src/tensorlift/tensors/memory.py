@@ -1,0 +1,241 @@
+"""Memory that tensors live in: one small contract, the host's and torch's CUDA (or ROCm) memory behind it.
+
+The engine sees addresses and stream handles only, so whatever keeps this contract can stand in for a device.
+`for_device` is the one chooser; callers take it from this module, so that a test can put another in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from tensorlift.engine import abi
+from tensorlift.errors import DeviceError, OutOfMemoryError
+from tensorlift.tensors.devices import parse_device
+
+__all__ = ["Arena", "CudaMemory", "HostMemory", "Memory", "for_device"]
+
+_log = logging.getLogger("tensorlift")
+
+# DLDeviceType of DLPack 1.0 (dlpack.h): kDLCPU, kDLCUDA, kDLROCM.
+_DL_CPU, _DL_CUDA, _DL_ROCM = 1, 2, 10
+
+
+class Arena:
+    """One block of memory, held by one native reference; tensors made of it hold their own.
+
+    ``release()`` drops this object's reference; the block goes back when the last tensor is gone. There is no
+    finaliser: whoever made it closes the engine that writes into it first, then releases.
+    """
+
+    __slots__ = ("address", "handle", "nbytes")
+
+    def __init__(self, handle: int, address: int, nbytes: int) -> None:
+        self.handle, self.address, self.nbytes = handle, address, nbytes
+
+    def release(self) -> None:
+        """Drops the reference; a second call does nothing."""
+        if self.handle:
+            handle, self.handle = self.handle, 0
+            abi.library().arena_release(handle)
+
+
+class Memory(Protocol):
+    """The memory of one device."""
+
+    device: torch.device
+    """Where tensors say that they are; has an index unless it is the CPU."""
+    native_kind: int
+    """tl_device_kind for the engine: 0 means that it reads in place, others go through slots."""
+    native_index: int
+    """The driver's ordinal."""
+    dlpack_device: tuple[int, int]
+    """(DLDeviceType, index) of the tensors handed out."""
+
+    def allocate(self, sizes: Sequence[int]) -> list[Arena]:
+        """Arenas of the given bytes, at addresses divisible by 4096 (host) or 256 (device).
+
+        All or none: OutOfMemoryError leaves nothing behind. A block may have been in use by work on stream(); what is
+        written into it must come after that in stream order.
+        """
+        ...
+
+    def stream(self) -> int:
+        """Driver's handle of the stream that the caller's work runs on now; 0 for the host and the default stream."""
+        ...
+
+    def ready(self) -> None:
+        """Called when the caller's stream waits for bytes and before torch works on them.
+
+        Nothing to do where torch's own work is ordered by that stream; memory whose torch tensors are not has to wait
+        for the stream here.
+        """
+        ...
+
+    def free_bytes(self) -> int | None:
+        """What could be allocated now, in bytes; None where it is not known or no concern."""
+        ...
+
+
+class HostMemory:
+    """Anonymous memory of the host, huge pages advised."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.native_kind, self.native_index = abi.DEVICE_CPU, 0
+        self.dlpack_device = (_DL_CPU, 0)
+
+    def allocate(self, sizes: Sequence[int]) -> list[Arena]:
+        """See Memory."""
+        arenas: list[Arena] = []
+        library = abi.library()
+        try:
+            for nbytes in sizes:
+                arenas.append(Arena(*library.arena_host(nbytes), nbytes))
+        except BaseException:
+            for arena in arenas:
+                arena.release()
+            raise
+        return arenas
+
+    def stream(self) -> int:
+        """See Memory."""
+        return 0
+
+    def ready(self) -> None:
+        """See Memory."""
+
+    def free_bytes(self) -> int | None:
+        """See Memory: the kernel gives pages when they are touched."""
+        return None
+
+
+class CudaMemory:
+    """torch's CUDA or ROCm memory: blocks of a private pool, so that the caller's allocator is left as it was.
+
+    The pool is active only inside allocate(). Where torch has no pools, the plain allocator is taken, with a notice.
+    """
+
+    def __init__(self, index: int) -> None:
+        hip = torch.version.hip is not None
+        self.device = torch.device("cuda", index)
+        self.native_kind, self.native_index = abi.DEVICE_HIP if hip else abi.DEVICE_CUDA, index
+        self.dlpack_device = (_DL_ROCM if hip else _DL_CUDA, index)
+        self._pool: torch.cuda.MemPool | None = None
+        self._checked = self._outside = False
+        with torch.cuda.device(index):
+            # The engine needs the primary context of this device; torch makes it at the first synchronise.
+            torch.cuda.synchronize()
+        backend = torch.cuda.get_allocator_backend()
+        if backend != "native" or not hasattr(torch.cuda, "MemPool"):
+            _log.warning("no private memory pool (allocator %s): tensors come from torch's own", backend)
+        else:
+            with torch.cuda.device(index):
+                self._pool = torch.cuda.MemPool()
+
+    def allocate(self, sizes: Sequence[int]) -> list[Arena]:
+        """See Memory."""
+        try:
+            blocks = self._blocks(sizes)
+        except torch.cuda.OutOfMemoryError:
+            # Inside a pool torch does not hand back what it caches (pytorch #159674): do it outside and try again.
+            torch.cuda.empty_cache()
+            try:
+                blocks = self._blocks(sizes)
+            except torch.cuda.OutOfMemoryError as error:
+                raise OutOfMemoryError(
+                    f"{sum(sizes)} bytes on {self.device} in {len(sizes)} arenas could not be had, "
+                    f"{self.free_bytes()} bytes are free; lower buffer_size or arena_size, or free memory: {error}"
+                ) from error
+        library = abi.library()
+        arenas = []
+        for block, nbytes in zip(blocks, sizes, strict=True):
+            handle, address = library.arena_adopt(torch._C._to_dlpack(block))  # type: ignore[attr-defined]
+            arenas.append(Arena(handle, address, nbytes))
+        return arenas
+
+    def stream(self) -> int:
+        """See Memory."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def ready(self) -> None:
+        """See Memory: torch's kernels follow the current stream."""
+
+    def free_bytes(self) -> int | None:
+        """See Memory: what the driver has free, and what torch keeps for reuse."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(free) + max(int(kept), 0)
+
+    def _blocks(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        if self._pool is None:
+            return self._empty(sizes)
+        if not self._outside:
+            with torch.cuda.use_mem_pool(self._pool, device=self.device):
+                blocks = self._empty(sizes)
+            if self._checked or not blocks or self._holds(blocks[0].data_ptr()):
+                self._checked = True
+                return blocks
+            # Inside somebody else's use_mem_pool the inner pool gets nothing (pytorch #161193). Pools are chosen by
+            # thread, so another thread is outside of it.
+            del blocks
+            self._outside = True
+        return self._in_another_thread(sizes)
+
+    def _empty(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        with torch.inference_mode(False):
+            return [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in sizes]
+
+    def _holds(self, address: int) -> bool:
+        assert self._pool is not None
+        return any(
+            segment["address"] <= address < segment["address"] + segment["total_size"]
+            for segment in self._pool.snapshot()
+        )
+
+    def _in_another_thread(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        stream = torch.cuda.current_stream(self.device)
+        made: list[list[torch.Tensor]] = []
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                # Blocks return in the order of the stream that was current when they were made: the caller's.
+                with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool, device=self.device):
+                    made.append(self._empty(sizes))
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                failed.append(error)
+
+        thread = threading.Thread(target=work, name="tensorlift-allocate")
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
+        return made[0]
+
+
+def for_device(device: object) -> Memory:
+    """The memory of a device: a str, an index or a torch.device; "cuda" means the current one.
+
+    Raises DeviceError for a device that is not there or not supported; no file or driver is touched for that.
+    """
+    parsed = parse_device(device)
+    if parsed.type == "cpu":
+        return HostMemory()
+    assert parsed.index is not None
+    return CudaMemory(parsed.index)
+
+
+@contextlib.contextmanager
+def released(arenas: list[Arena]) -> Iterator[list[Arena]]:
+    """Releases the arenas in the list at the end."""
+    try:
+        yield arenas
+    finally:
+        while arenas:
+            arenas.pop().release()
