@@ -1,0 +1,91 @@
+"""This machine's ceilings: bare loops in C, compiled when first wanted, and the page cache's state."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tensorlift.errors import MachineError
+
+__all__ = ["Ceilings", "drop_cache", "fill_cache"]
+
+_SOURCE = Path(__file__).with_name("ceiling.c")
+
+
+class Ceilings:
+    """The compiled program of ceiling.c, in a temporary folder: a context manager."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tensorlift-bench-")
+        self._program = Path(self._folder.name, "ceiling")
+        command = ["cc", "-std=c11", "-O2", "-pthread", "-o", str(self._program), str(_SOURCE)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            self._folder.cleanup()
+            said = getattr(error, "stderr", None) or error
+            raise MachineError(f"the ceilings need a C compiler (cc), which did not work: {said}") from error
+
+    def __enter__(self) -> Ceilings:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._folder.cleanup()
+
+    def read_seconds(
+        self, files: Sequence[Path], *, memory: str, how: str, threads: int, chunk_bytes: int
+    ) -> float:
+        """Time of the bare loop over all files.
+
+        Args:
+            files: read from their first to their last byte.
+            memory: ``prepared`` (written to before the clock starts) or ``fresh`` (mapped inside the time).
+            how: ``buffered`` or ``direct``.
+            threads: threads, and so reads in flight.
+            chunk_bytes: one read; a multiple of 4096.
+        """
+        settings = [memory, how, str(threads), str(chunk_bytes)]
+        return float(self._run("read", *settings, *map(str, files))["seconds"])
+
+    def cached_share(self, files: Sequence[Path]) -> float:
+        """Share of the files' bytes that are in the page cache, from 0 to 1, as mincore says."""
+        answer = self._run("cached", *map(str, files))
+        return float(answer["cached"]) / max(1, answer["bytes"])
+
+    def _run(self, *arguments: str) -> dict[str, Any]:
+        done = subprocess.run([self._program, *arguments], capture_output=True, text=True)
+        if done.returncode:
+            raise MachineError(f"the ceiling's program failed: {done.stderr.strip()}")
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+
+def drop_cache(files: Iterable[Path], start_share: float = 0.0) -> None:
+    """Drops the files' pages from the cache, from a share of each file on; dirty ones are written first."""
+    for file in files:
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            # Whole huge pages only: a cached folio that the range cuts through may stay.
+            start = int(os.fstat(fd).st_size * start_share) >> 21 << 21
+            os.posix_fadvise(fd, start, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def fill_cache(files: Iterable[Path], share: float = 1.0) -> None:
+    """Reads the first share of each file, so that it is in the page cache."""
+    buffer = bytearray(8 << 20)
+    for file in files:
+        with open(file, "rb", buffering=0) as stream:
+            left = int(file.stat().st_size * share) >> 21 << 21 if share < 1 else file.stat().st_size
+            while left > 0 and (got := stream.readinto(memoryview(buffer)[: min(left, len(buffer))])):
+                left -= got
