@@ -1,0 +1,125 @@
+"""The native sources' own tests, as they are, under sanitizers, and against libraries with one fence left out."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.native_build import ROOT, build, program
+from tensorlift.engine import abi
+
+PROGRAMS = ["abi", "engine", "files", "lifetime", "device", "fences", "faults"]
+SANITIZERS = {"address,undefined": "asan", "thread": "tsan"}
+# One test of the program `fences` for each fence of native/src/mutants.hpp.
+MUTANTS = {
+    "NO_ARRIVAL_FENCE": "arrival_",
+    "NO_CONSUMER_FENCE": "consumer_",
+    "NO_SLOT_FENCE": "slot_",
+    "NO_DRAIN": "drain_",
+}
+
+# A build comes first in each of these.
+pytestmark = pytest.mark.timeout(900)
+
+
+def run(
+    path: Path, *arguments: str, folder: Path, seconds: float = 300, environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(path), *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        env={**os.environ, **(environ or {})},
+    )
+
+
+def passes(done: subprocess.CompletedProcess[str]) -> None:
+    if done.returncode:
+        pytest.fail(f"exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}", pytrace=False)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_native_program(name: str, tmp_path: Path) -> None:
+    folder = build("plain")
+    passes(run(program(folder, name), folder=tmp_path))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_native_program_under_a_sanitizer(sanitizer: str, name: str, tmp_path: Path) -> None:
+    folder = build(SANITIZERS[sanitizer], f"TENSORLIFT_SANITIZE={sanitizer}")
+    environ = {
+        # A huge allocation is refused as without the sanitizer; leaks are looked for at the end.
+        "ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+    }
+    passes(run(program(folder, name), folder=tmp_path, environ=environ))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_missing_fence_is_noticed(mutant: str, tmp_path: Path) -> None:
+    mutated = build(f"mutant-{mutant}", f"TENSORLIFT_MUTANT={mutant}", "CMAKE_BUILD_TYPE=Debug", target="test_fences")
+    passes(run(program(build("plain"), "fences"), MUTANTS[mutant], folder=tmp_path))
+    done = run(program(mutated, "fences"), MUTANTS[mutant], folder=tmp_path)
+    assert done.returncode != 0
+    assert f"FAILED {MUTANTS[mutant]}" in done.stdout or done.returncode < 0
+
+
+def test_every_fence_has_a_test() -> None:
+    named = re.findall(r"#ifdef TL_MUTANT_(\w+)", (ROOT / "native/src/mutants.hpp").read_text())
+    assert sorted(named) == sorted(MUTANTS)
+
+
+def test_the_python_structures_lie_as_in_c(tmp_path: Path) -> None:
+    done = run(program(build("plain"), "abi"), "--layout", folder=tmp_path)
+    passes(done)
+    structures = {"tl_error": abi.Error, "tl_options": abi.Options, "tl_stats": abi.Stats, "tl_file_info": abi.FileInfo}
+    fields = 0
+    for line in done.stdout.splitlines():
+        name, *numbers = line.split()
+        structure, _, field = name.partition(".")
+        if structure == "tl_piece":
+            continue
+        twin = structures[structure]
+        if field:
+            assert [getattr(twin, field).offset, getattr(twin, field).size] == [int(n) for n in numbers], name
+            fields += 1
+        else:
+            assert ctypes.sizeof(twin) == int(numbers[0]), name
+    assert fields == sum(len(twin._fields_) for twin in structures.values())
+
+
+def test_the_piece_array_lies_as_in_c(tmp_path: Path) -> None:
+    from tensorlift.plan.pieces import PIECE
+
+    done = run(program(build("plain"), "abi"), "--layout", folder=tmp_path)
+    fields = [line.split() for line in done.stdout.splitlines() if line.startswith("tl_piece")]
+    assert int(fields[0][1]) == PIECE.itemsize
+    assert [name.partition(".")[2] for name, *_ in fields[1:]] == list(PIECE.names)
+    for name, offset, size in fields[1:]:
+        dtype, at = PIECE.fields[name.partition(".")[2]][:2]
+        assert (at, dtype.itemsize) == (int(offset), int(size)), name
+
+
+def test_the_library_shows_exactly_the_functions_of_the_header() -> None:
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("nm (binutils) is not installed")
+    listing = subprocess.run(
+        [nm, "-D", "--defined-only", str(build("plain") / "libtensorlift.so")], capture_output=True, text=True, check=True
+    )
+    shown = {line.split()[2].partition("@")[0] for line in listing.stdout.splitlines()} - {"TENSORLIFT_1"}
+    header = (ROOT / "native/include/tensorlift.h").read_text()
+    declared = set(re.findall(r"^TL_API [^;(]*?\b(tl_\w+)\(", header, re.MULTILINE))
+    assert len(declared) > 15
+    assert shown == declared
+    assert set(abi._FUNCTIONS) == declared
