@@ -126,6 +126,7 @@ typedef struct tl_stats {
     uint64_t slot_wait_ns; /* summed over threads: time in which no slot was free (the device is the limit) */
     uint32_t threads;      /* threads started, all kinds */
     uint32_t open_files;
+    char notes[512]; /* what the machine refused to the engine as a whole (pinning, threads), one line each */
 } tl_stats;
 
 /* What was decided for a file; texts are empty where there is nothing to say. */

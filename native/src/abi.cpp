@@ -1,0 +1,190 @@
+// The C interface: checks what the caller must keep to, and turns failures into the caller's structures.
+#include <exception>
+#include <new>
+
+#include "arena.hpp"
+#include "backends.hpp"
+#include "engine.hpp"
+#include "shim/driver.hpp"
+
+struct tl_engine {
+    explicit tl_engine(const tl_options &options) : engine(options) {}
+    tl::Engine engine;
+};
+
+namespace {
+
+using tl::Failure;
+using tl::failure;
+
+tl_status report(const Failure &f, tl_error *error) {
+    if (!error || error->struct_size != sizeof(tl_error)) return f.status;
+    error->status = f.status;
+    error->os_errno = f.os_errno;
+    error->driver_code = f.driver_code;
+    error->file = f.file;
+    error->offset = f.offset;
+    error->wanted = f.wanted;
+    error->got = f.got;
+    tl::copy_text(error->message, sizeof error->message, f.message);
+    return f.status;
+}
+
+// Runs a function that returns a Failure; no exception leaves it.
+template <class Function>
+tl_status guarded(tl_error *error, Function function) {
+    if (error && error->struct_size != sizeof(tl_error)) return TL_ERR_ABI;
+    try {
+        return report(function(), error);
+    } catch (const std::bad_alloc &) {
+        return report(failure(TL_ERR_MEMORY, "no host memory"), error);
+    } catch (const std::exception &e) {
+        return report(failure(TL_ERR_INTERNAL, e.what()), error);
+    }
+}
+
+template <class Function>
+tl_status on_engine(tl_engine *engine, tl_error *error, Function function) {
+    return guarded(error, [&]() -> Failure {
+        if (!engine) return failure(TL_ERR_ARGUMENT, "no engine");
+        if (engine->engine.forked()) return failure(TL_ERR_FORKED, "the engine belongs to the parent process");
+        return function(engine->engine);
+    });
+}
+
+Failure wrong_size(const char *name) {
+    return failure(TL_ERR_ABI, std::string(name) + ".struct_size is not what this library was built with");
+}
+
+tl::Stream stream(uint64_t handle) {
+    return reinterpret_cast<tl::Stream>(handle);
+}
+
+}  // namespace
+
+uint32_t tl_abi_version(void) {
+    return TL_ABI_VERSION;
+}
+
+const char *tl_backend_not_built(uint32_t backend) {
+    return tl::backend_not_built(backend);
+}
+
+tl_status tl_backend_probe(uint32_t backend, const char *path, tl_error *error) {
+    return guarded(error, [&]() -> Failure {
+        if (!path) return failure(TL_ERR_ARGUMENT, "no path");
+        if (const char *why = tl::backend_not_built(backend)) return failure(TL_ERR_BACKEND, why);
+        tl_options options{};
+        options.struct_size = sizeof options;
+        options.abi_version = TL_ABI_VERSION;
+        options.chunk_bytes = options.slot_bytes = tl::kPage;
+        options.threads = options.io_depth = options.backend_count = 1;
+        options.backends[0] = backend;
+        return tl::probe(options, path);
+    });
+}
+
+tl_status tl_driver_probe(int32_t device_kind, int32_t *device_count, tl_error *error) {
+    return guarded(error, [&]() -> Failure {
+        if (!device_count) return failure(TL_ERR_ARGUMENT, "no place for the count");
+        Failure why;
+        tl::Driver *driver = tl::driver_for(device_kind, &why);
+        return driver ? driver->device_count(device_count) : why;
+    });
+}
+
+tl_status tl_engine_create(const tl_options *options, tl_engine **engine, tl_error *error) {
+    return guarded(error, [&]() -> Failure {
+        if (!options || !engine) return failure(TL_ERR_ARGUMENT, "no options or no place for the engine");
+        if (options->struct_size != sizeof(tl_options)) return wrong_size("tl_options");
+        if (options->abi_version != TL_ABI_VERSION) {
+            return failure(TL_ERR_ABI, "the caller speaks version " + std::to_string(options->abi_version) +
+                                           " of the interface, the library " + std::to_string(TL_ABI_VERSION));
+        }
+        auto made = std::make_unique<tl_engine>(*options);
+        if (Failure f = made->engine.start()) return f;
+        *engine = made.release();
+        return {};
+    });
+}
+
+tl_status tl_engine_add_file(tl_engine *engine, const char *path, uint64_t device, uint64_t inode, uint64_t nbytes,
+                             int32_t *file, tl_error *error) {
+    return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
+        if (!path || !file) return failure(TL_ERR_ARGUMENT, "no path or no place for the index");
+        return e.add_file(path, device, inode, nbytes, file);
+    });
+}
+
+tl_status tl_engine_submit(tl_engine *engine, const tl_piece *pieces, uint64_t count, uint64_t consumer_stream,
+                           uint64_t *ticket, tl_error *error) {
+    return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
+        if ((!pieces && count > 0) || !ticket) return failure(TL_ERR_ARGUMENT, "no pieces or no place for the ticket");
+        return e.submit(pieces, count, stream(consumer_stream), ticket);
+    });
+}
+
+const uint64_t *tl_engine_landed(tl_engine *engine) {
+    return engine ? engine->engine.landed() : nullptr;
+}
+
+tl_status tl_engine_wait(tl_engine *engine, uint64_t ticket, uint32_t timeout_ms, tl_error *error) {
+    return on_engine(engine, error, [&](tl::Engine &e) { return e.wait(ticket, timeout_ms); });
+}
+
+tl_status tl_engine_stream_wait(tl_engine *engine, uint64_t consumer_stream, tl_error *error) {
+    return on_engine(engine, error, [&](tl::Engine &e) { return e.stream_wait(stream(consumer_stream)); });
+}
+
+tl_status tl_engine_stats(tl_engine *engine, tl_stats *stats, tl_error *error) {
+    return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
+        if (!stats || stats->struct_size != sizeof(tl_stats)) return wrong_size("tl_stats");
+        e.stats(stats);
+        return {};
+    });
+}
+
+tl_status tl_engine_file_info(tl_engine *engine, int32_t file, tl_file_info *info, tl_error *error) {
+    return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
+        if (!info || info->struct_size != sizeof(tl_file_info)) return wrong_size("tl_file_info");
+        return e.file_info(file, info);
+    });
+}
+
+tl_status tl_engine_cancel(tl_engine *engine, tl_error *error) {
+    return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
+        e.cancel();
+        return {};
+    });
+}
+
+tl_status tl_engine_destroy(tl_engine *engine, tl_error *error) {
+    if (!engine) return TL_OK;
+    // Its threads are not in the child of a fork: nothing of it can be ended there.
+    if (engine->engine.forked()) return TL_OK;
+    const tl_status status = guarded(error, [&] { return engine->engine.close(); });
+    delete engine;
+    return status;
+}
+
+tl_status tl_arena_host(uint64_t nbytes, tl_arena **arena, uint64_t *address, tl_error *error) {
+    return guarded(error, [&]() -> Failure {
+        if (!arena || !address) return failure(TL_ERR_ARGUMENT, "no place for the arena");
+        return tl::arena_host(nbytes, arena, address);
+    });
+}
+
+tl_status tl_arena_adopt(void *dl_managed_tensor, tl_arena **arena, uint64_t *address, tl_error *error) {
+    return guarded(error, [&]() -> Failure {
+        if (!arena || !address) return failure(TL_ERR_ARGUMENT, "no place for the arena");
+        return tl::arena_adopt(dl_managed_tensor, arena, address);
+    });
+}
+
+void tl_arena_release(tl_arena *arena) {
+    if (arena) tl::arena_drop(arena);
+}
+
+uint64_t tl_arena_live(void) {
+    return tl::arenas_alive();
+}

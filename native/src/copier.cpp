@@ -1,0 +1,96 @@
+#include "copier.hpp"
+
+#include "mutants.hpp"
+
+namespace tl {
+
+Copier::~Copier() {
+    stop();
+}
+
+Failure Copier::start() {
+    if (Failure f = driver_->stream_create(&stream_)) return f;
+    if (Failure f = driver_->event_create(&fence_)) return f;
+    for (uint64_t i = 0; i < slots_; i++) {
+        Event event = nullptr;
+        if (Failure f = driver_->event_create(&event)) return f;
+        events_.push_back(event);
+    }
+    try {
+        thread_ = std::thread([this] { wait_for_copies(); });
+    } catch (const std::system_error &error) {
+        return os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread");
+    }
+    return {};
+}
+
+Failure Copier::wait_for_consumer(Stream consumer) {
+    if (!kConsumerFence) return {};
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (Failure f = driver_->event_record(fence_, consumer)) return f;
+    return driver_->stream_wait(stream_, fence_);
+}
+
+Failure Copier::make_consumer_wait(Stream consumer) {
+    if (!kArrivalFence) return {};
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (Failure f = driver_->event_record(fence_, stream_)) return f;
+    return driver_->stream_wait(consumer, fence_);
+}
+
+Failure Copier::issue(const Slot &slot, const char *base, uint64_t *copies) {
+    const Event event = events_[slot.index % slots_];
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Copy &copy : slot.copies) {
+        if (Failure f = driver_->copy_to_device(copy.destination, base + copy.where, copy.nbytes, stream_)) return f;
+    }
+    *copies = slot.copies.size();
+    if (Failure f = driver_->event_record(event, stream_)) return f;
+    issued_.push_back({slot.index, event});
+    issued_cv_.notify_one();
+    return {};
+}
+
+void Copier::wait_for_copies() {
+    callbacks_.enter_thread();
+    for (;;) {
+        Issued issued;
+        {
+            std::unique_lock<std::mutex> lock(mutex_);
+            issued_cv_.wait(lock, [&] { return !issued_.empty() || ended_; });
+            if (issued_.empty()) return;
+            issued = issued_.front();
+            issued_.pop_front();
+        }
+        if (kSlotFence) {
+            if (Failure f = driver_->event_synchronize(issued.event)) {
+                callbacks_.failed(f);
+                return;
+            }
+        }
+        callbacks_.copied(issued.slot_index);
+    }
+}
+
+Failure Copier::stop() {
+    Failure first;
+    auto keep = [&first](Failure f) {
+        if (!first) first = std::move(f);
+    };
+    // The stream first: it also holds copies whose event could not be recorded.
+    if (stream_ && kDrain) keep(driver_->stream_synchronize(stream_));
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        ended_ = true;
+        issued_cv_.notify_all();
+    }
+    if (thread_.joinable()) thread_.join();
+    for (Event event : events_) keep(driver_->event_destroy(event));
+    events_.clear();
+    if (fence_) keep(driver_->event_destroy(fence_));
+    if (stream_) keep(driver_->stream_destroy(stream_));
+    fence_ = stream_ = nullptr;
+    return first;
+}
+
+}  // namespace tl

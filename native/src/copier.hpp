@@ -1,0 +1,66 @@
+// Moves filled slots to the device: one stream, one copy a slot, and one thread that waits for the copies so that no
+// reading thread has to.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "plan.hpp"
+#include "shim/driver.hpp"
+
+namespace tl {
+
+class Copier {
+public:
+    // copied: called on the waiting thread when the memory of a slot may be filled again. failed: a driver's call failed.
+    struct Callbacks {
+        std::function<void()> enter_thread;
+        std::function<void(uint64_t slot_index)> copied;
+        std::function<void(const Failure &)> failed;
+    };
+
+    Copier(Driver *driver, uint64_t slots, Callbacks callbacks)
+        : driver_(driver), slots_(slots), callbacks_(std::move(callbacks)) {}
+    ~Copier();
+    Copier(const Copier &) = delete;
+    Copier &operator=(const Copier &) = delete;
+
+    // Makes the stream, the events and the thread. What was made before a failure is given back by the destructor.
+    Failure start();
+
+    // Copies issued from now on wait for the work that the consumer's stream holds now.
+    Failure wait_for_consumer(Stream consumer);
+    // The consumer's stream waits for all copies issued so far.
+    Failure make_consumer_wait(Stream consumer);
+
+    // Issues the copies of a filled slot that lies at base; the number issued.
+    Failure issue(const Slot &slot, const char *base, uint64_t *copies);
+
+    // Waits for every copy, ends the thread, gives everything back. The first failure is returned.
+    Failure stop();
+
+private:
+    struct Issued {
+        uint64_t slot_index;
+        Event event;
+    };
+    void wait_for_copies();
+
+    Driver *driver_;
+    const uint64_t slots_;
+    Callbacks callbacks_;
+    Stream stream_ = nullptr;
+    Event fence_ = nullptr;
+    std::vector<Event> events_;  // one a slot of the ring
+    std::mutex mutex_;
+    std::condition_variable issued_cv_;
+    std::deque<Issued> issued_;  // in stream order
+    bool ended_ = false;
+    std::thread thread_;
+};
+
+}  // namespace tl

@@ -1,0 +1,342 @@
+#include "engine.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+
+namespace tl {
+namespace {
+
+constexpr uint64_t kLongestChunk = 1u << 30;  // io_uring counts a read in 32 bits
+
+// Threads of the engine take no signal: they belong to the program's own threads.
+class SignalsBlocked {
+public:
+    SignalsBlocked() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~SignalsBlocked() {
+        pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+    }
+
+private:
+    sigset_t before_;
+};
+
+}  // namespace
+
+Engine::Engine(const tl_options &options)
+    : options_(options), device_(options.device_kind != TL_DEVICE_CPU), pid_(getpid()) {}
+
+Engine::~Engine() {
+    close();
+}
+
+Failure Engine::start() {
+    const tl_options &o = options_;
+    if (o.chunk_bytes == 0 || o.chunk_bytes % kPage != 0 || o.chunk_bytes > kLongestChunk) {
+        return failure(TL_ERR_ARGUMENT, "chunk_bytes must be a multiple of 4096 of at most 1 GiB");
+    }
+    if (o.slot_bytes == 0 || o.slot_bytes % o.chunk_bytes != 0) {
+        return failure(TL_ERR_ARGUMENT, "slot_bytes must be a multiple of chunk_bytes");
+    }
+    if (o.threads == 0 || o.io_depth == 0 || o.threads > 4096 || o.io_depth > 4096) {
+        return failure(TL_ERR_ARGUMENT, "threads and io_depth must be from 1 to 4096");
+    }
+    if (o.backend_count == 0 || o.backend_count > std::size(o.backends)) {
+        return failure(TL_ERR_ARGUMENT, "backend_count must be from 1 to 8");
+    }
+    for (uint32_t i = 0; i < o.backend_count; i++) {
+        if (o.backends[i] >= TL_BACKEND_COUNT) return failure(TL_ERR_ARGUMENT, "unknown back end");
+    }
+    if (!device_) return {};
+    Failure why;
+    driver_ = driver_for(o.device_kind, &why);
+    if (!driver_) return why;
+    if (Failure f = driver_->retain(o.device_index)) return f;
+    retained_ = true;
+    Bound bound(driver_, o.device_index);
+    if (bound.failure()) return bound.failure();
+    ring_ = std::make_unique<Ring>(driver_, o.slot_bytes, o.pinned_bytes);
+    copier_ = std::make_unique<Copier>(
+        driver_, ring_->count(),
+        Copier::Callbacks{[this] { enter_thread(); }, [this](uint64_t index) { slot_copied(index); },
+                          [this](const Failure &f) { failed(f); }});
+    SignalsBlocked blocked;
+    return copier_->start();
+}
+
+Failure Engine::add_file(const char *path, uint64_t device, uint64_t inode, uint64_t nbytes, int32_t *index) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    *index = static_cast<int32_t>(files_.size());
+    files_.push_back(std::make_unique<File>(*index, path, device, inode, nbytes));
+    return {};
+}
+
+Failure Engine::submit(const tl_piece *pieces, uint64_t count, Stream consumer, uint64_t *ticket) {
+    PlanBuilder builder({device_, options_.chunk_bytes, options_.slot_bytes});
+    size_t file_count;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        file_count = files_.size();
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        const tl_piece &p = pieces[i];
+        if (p.file < 0 || static_cast<size_t>(p.file) >= file_count) {
+            return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " names file " + std::to_string(p.file));
+        }
+        if (p.file_offset + p.nbytes < p.file_offset || p.destination + p.nbytes < p.destination ||
+            p.file_offset + p.nbytes > static_cast<uint64_t>(INT64_MAX)) {
+            return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has a range that wraps around");
+        }
+        if ((p.flags & TL_PIECE_JOIN) && i > 0 && p.destination < pieces[i - 1].destination + pieces[i - 1].nbytes) {
+            return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " joins one that lies behind it");
+        }
+        tl_piece piece = p;
+        if (i == 0) piece.flags &= ~TL_PIECE_JOIN;
+        builder.add(piece);
+    }
+    if (device_) {
+        Bound bound(driver_, options_.device_index);
+        if (bound.failure()) return bound.failure();
+        if (Failure f = copier_->wait_for_consumer(consumer)) return f;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_) return failure_;
+    auto fresh = builder.finish(pieces_submitted_);
+    pieces_submitted_ += count;
+    *ticket = pieces_submitted_;
+    size_t chunks = 0;
+    for (auto &slot : fresh) {
+        slot->index = slots_submitted_++;
+        chunks += slot->chunks.size();
+        for (const Chunk &chunk : slot->chunks) files_[static_cast<size_t>(chunk.file)]->outstanding++;
+        slots_.push_back(std::move(slot));
+    }
+    // Pieces of no bytes at the end are complete with what is before them.
+    if (slots_.empty() || landed_slots_ == slots_submitted_) {
+        landed_.store(pieces_submitted_, std::memory_order_release);
+        done_cv_.notify_all();
+    } else {
+        slots_.back()->ticket = pieces_submitted_;
+    }
+    start_threads(chunks);
+    work_cv_.notify_all();
+    return failure_;
+}
+
+// Under mutex_. One thread a chunk at most: small loads stay small.
+void Engine::start_threads(size_t chunks) {
+    const size_t wanted = std::min<size_t>(options_.threads, std::max(threads_.size(), chunks));
+    SignalsBlocked blocked;
+    while (threads_.size() < wanted) {
+        try {
+            threads_.emplace_back([this] { work(); });
+        } catch (const std::system_error &error) {
+            const Failure f = os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread");
+            if (threads_.empty()) {
+                failure_ = f;
+                stopping_.store(true, std::memory_order_release);
+            } else if (notes_.empty()) {
+                notes_ = f.message;
+            }
+            return;
+        }
+    }
+}
+
+void Engine::enter_thread() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, nullptr);
+    if (device_) {
+        if (Failure f = driver_->bind(options_.device_index, nullptr)) failed(f);
+    }
+}
+
+void Engine::work() {
+    enter_thread();
+    while (Chunk *chunk = take_chunk()) {
+        try {
+            fetch(chunk);
+        } catch (const std::exception &error) {
+            failed(failure(TL_ERR_MEMORY, error.what()));
+        }
+    }
+}
+
+bool Engine::slot_is_free(const Slot &slot) const {
+    return !device_ || slot.index < freed_slots_ + ring_->count();
+}
+
+Chunk *Engine::take_chunk() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    uint64_t waited_from = 0;
+    for (;;) {
+        if (stopping()) return nullptr;
+        if (next_slot_ < slots_submitted_) {
+            Slot &slot = *slots_[next_slot_ - first_slot_];
+            if (slot_is_free(slot)) {
+                if (waited_from) slot_wait_ns_ += now_ns() - waited_from;
+                Chunk *chunk = &slot.chunks[next_chunk_++];
+                if (next_chunk_ == slot.chunks.size()) {
+                    next_slot_++;
+                    next_chunk_ = 0;
+                }
+                return chunk;
+            }
+            if (!waited_from) waited_from = now_ns();
+        }
+        work_cv_.wait(lock);
+    }
+}
+
+void Engine::part_done(Chunk *chunk) {
+    Slot *slot = nullptr;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (--chunk->pending > 0) return;
+        File &file = *files_[static_cast<size_t>(chunk->file)];
+        // Nobody reads a file without a chunk of it, so it can be closed under this lock alone.
+        if (--file.outstanding == 0) file.close();
+        slot = chunk->slot;
+        if (--slot->chunks_left > 0) return;
+        if (!device_) {
+            slot->landed = slot->copied = true;
+            advance_landed();
+            return;
+        }
+    }
+    slot_filled(slot);
+}
+
+void Engine::slot_filled(Slot *slot) {
+    if (stopping()) return;
+    const uint64_t index = slot->index;
+    uint64_t copies = 0;
+    if (Failure f = copier_->issue(*slot, slot_base(*slot), &copies)) return failed(f);
+    copies_ += copies;
+    std::lock_guard<std::mutex> lock(mutex_);
+    // Its copy may have been waited for already; it is retired only when both are done.
+    slots_[index - first_slot_]->landed = true;
+    advance_landed();
+}
+
+void Engine::slot_copied(uint64_t slot_index) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    slots_[slot_index - first_slot_]->copied = true;
+    const uint64_t before = freed_slots_;
+    while (freed_slots_ < slots_submitted_ && slots_[freed_slots_ - first_slot_]->copied) freed_slots_++;
+    retire();
+    if (freed_slots_ != before) work_cv_.notify_all();
+}
+
+// Under mutex_.
+void Engine::advance_landed() {
+    uint64_t ticket = 0;
+    while (landed_slots_ < slots_submitted_ && slots_[landed_slots_ - first_slot_]->landed) {
+        ticket = slots_[landed_slots_ - first_slot_]->ticket;
+        landed_slots_++;
+    }
+    if (!device_) freed_slots_ = landed_slots_;
+    if (ticket) {
+        landed_.store(ticket, std::memory_order_release);
+        done_cv_.notify_all();
+    }
+    retire();
+}
+
+// Under mutex_.
+void Engine::retire() {
+    while (!slots_.empty() && first_slot_ < std::min(landed_slots_, freed_slots_)) {
+        slots_.pop_front();
+        first_slot_++;
+    }
+}
+
+Failure Engine::wait(uint64_t ticket, uint32_t timeout_ms) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (ticket > pieces_submitted_) return failure(TL_ERR_ARGUMENT, "no such ticket has been given");
+    done_cv_.wait_for(lock, std::chrono::milliseconds(timeout_ms),
+                      [&] { return landed_.load() >= ticket || failure_; });
+    if (landed_.load() >= ticket) return {};
+    if (failure_) return failure_;
+    return failure(TL_PENDING, "");
+}
+
+Failure Engine::stream_wait(Stream consumer) {
+    if (!device_) return {};
+    Bound bound(driver_, options_.device_index);
+    if (bound.failure()) return bound.failure();
+    return copier_->make_consumer_wait(consumer);
+}
+
+void Engine::failed(const Failure &failure) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!failure_) failure_ = failure;
+    stopping_.store(true, std::memory_order_release);
+    work_cv_.notify_all();
+    done_cv_.notify_all();
+}
+
+void Engine::cancel() {
+    failed(failure(TL_ERR_CANCELLED, "the load was cancelled"));
+}
+
+Failure Engine::close() {
+    if (closed_) return {};
+    closed_ = true;
+    cancel();
+    {
+        // From here on no deep reader is made. A copying thread may wait for room in a queue: let it go first.
+        std::lock_guard<std::mutex> lock(deep_mutex_);
+        for (auto &reader : deep_) {
+            if (reader) reader->wake();
+        }
+    }
+    for (std::thread &thread : threads_) thread.join();
+    threads_.clear();
+    for (auto &reader : deep_) {
+        if (reader) reader->join();
+    }
+    Failure first;
+    if (driver_ && retained_) {
+        Bound bound(driver_, options_.device_index);
+        first = bound.failure();
+        if (copier_) {
+            Failure f = copier_->stop();
+            if (!first) first = f;
+        }
+        if (ring_) ring_->release();
+        driver_->release(options_.device_index);
+    }
+    files_.clear();
+    return first;
+}
+
+Failure probe(const tl_options &options, const char *path) {
+    struct stat status;
+    if (stat(path, &status) != 0) return os_failure(TL_ERR_OPEN, errno, "cannot ask about the file");
+    alignas(kPage) char page[kPage];
+    Engine engine(options);
+    if (Failure f = engine.start()) return f;
+    int32_t file = 0;
+    uint64_t ticket = 0;
+    const auto nbytes = static_cast<uint64_t>(status.st_size);
+    if (Failure f = engine.add_file(path, status.st_dev, status.st_ino, nbytes, &file)) return f;
+    const tl_piece piece{0, std::min(kPage, nbytes), reinterpret_cast<uint64_t>(page), file, 0};
+    if (Failure f = engine.submit(&piece, 1, nullptr, &ticket)) return f;
+    for (;;) {
+        Failure f = engine.wait(ticket, 1000);
+        if (f.status != TL_PENDING) return f;
+    }
+}
+
+}  // namespace tl

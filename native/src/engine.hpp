@@ -1,0 +1,129 @@
+// The engine: keeps the plan, hands chunks to threads in order, counts what has landed. How a chunk's bytes come is in
+// fetch.cpp; this is who waits for whom.
+//
+// Order and locks
+//   - Chunks are taken in the order of the plan; a slot is taken only when its place in the ring is free. So the oldest
+//     slot always progresses, and nothing waits in a circle.
+//   - mutex_ guards the plan and all counters. A file's mutex is taken before it, never under it. Driver calls that may
+//     wait are made under neither.
+//   - The first failure wins: it stops all threads and answers every wait.
+#pragma once
+
+#include <unistd.h>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "backends.hpp"
+#include "copier.hpp"
+#include "file.hpp"
+#include "plan.hpp"
+#include "readers/reader.hpp"
+#include "ring.hpp"
+
+namespace tl {
+
+class Engine final : public RequestSink {
+public:
+    explicit Engine(const tl_options &options);
+    ~Engine() override;
+
+    Failure start();
+    Failure add_file(const char *path, uint64_t device, uint64_t inode, uint64_t nbytes, int32_t *index);
+    Failure submit(const tl_piece *pieces, uint64_t count, Stream consumer, uint64_t *ticket);
+    Failure wait(uint64_t ticket, uint32_t timeout_ms);
+    Failure stream_wait(Stream consumer);
+    Failure file_info(int32_t index, tl_file_info *info);
+    void stats(tl_stats *stats);
+    void cancel();
+    // Ends everything; the first failure of giving back.
+    Failure close();
+
+    const uint64_t *landed() const {
+        return reinterpret_cast<const uint64_t *>(&landed_);
+    }
+    bool forked() const {
+        return getpid() != pid_;
+    }
+
+    // RequestSink, called by the readers' threads
+    bool stopping() const override {
+        return stopping_.load(std::memory_order_acquire);
+    }
+    void enter_thread() override;
+    void complete(const Request &request, int path, const char *bounced) override;
+    void refused(const Request &request, int path, int os_errno) override;
+    void failed(const Failure &failure) override;
+    void count_read(int path, uint64_t nbytes) override;
+
+private:
+    // fetch.cpp: how the bytes of a chunk come
+    void fetch(Chunk *chunk);
+    Failure ready_file(File *file, Route *route);
+    bool fetch_range(Chunk *chunk, File *file, const Route &route, uint64_t begin, uint64_t end);
+    bool fetch_cached(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
+    bool fetch_direct(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
+    void push(DeepReader *reader, const Request &request);
+    char *slot_base(const Slot &slot) const;
+    DeepReader *deep_reader(int path, Failure *why);
+    bool path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin, uint64_t end);
+
+    // engine.cpp: who waits for whom
+    void start_threads(size_t chunks);
+    void work();
+    Chunk *take_chunk();
+    bool slot_is_free(const Slot &slot) const;
+    void part_done(Chunk *chunk);
+    void slot_filled(Slot *slot);
+    void slot_copied(uint64_t slot_index);
+    void advance_landed();
+    void retire();
+    void add_note(const std::string &note);
+
+    const tl_options options_;
+    const bool device_;
+    const pid_t pid_;
+    Driver *driver_ = nullptr;
+    bool retained_ = false;
+    std::unique_ptr<Ring> ring_;
+    std::unique_ptr<Copier> copier_;
+
+    mutable std::mutex mutex_;
+    std::condition_variable work_cv_;  // a chunk or a slot to fill
+    std::condition_variable done_cv_;  // landed_ moved, or the engine ended
+    std::deque<std::unique_ptr<Slot>> slots_;  // in order, from the oldest that is not retired
+    uint64_t first_slot_ = 0;                  // index of slots_.front()
+    uint64_t next_slot_ = 0;                   // where take_chunk goes on
+    size_t next_chunk_ = 0;
+    uint64_t slots_submitted_ = 0;
+    uint64_t landed_slots_ = 0;  // leading slots that have landed
+    uint64_t freed_slots_ = 0;   // leading slots whose memory is free again
+    uint64_t pieces_submitted_ = 0;
+    Failure failure_;
+    std::string notes_;
+    std::vector<std::thread> threads_;
+    std::vector<std::unique_ptr<File>> files_;
+
+    std::atomic<uint64_t> landed_{0};
+    std::atomic<bool> stopping_{false};
+    bool closed_ = false;
+
+    std::mutex deep_mutex_;  // guards making the deep readers; no other lock is taken under it
+    std::unique_ptr<DeepReader> deep_[TL_PATH_COUNT];
+    Failure deep_why_[TL_PATH_COUNT];
+
+    std::atomic<uint64_t> bytes_[TL_PATH_COUNT]{};
+    std::atomic<uint64_t> reads_[TL_PATH_COUNT]{};
+    std::atomic<uint64_t> direct_bytes_{0};
+    std::atomic<uint64_t> bounced_bytes_{0};
+    std::atomic<uint64_t> copies_{0};
+    std::atomic<uint64_t> slot_wait_ns_{0};
+};
+
+// Reads the first bytes of a file with the given options (one back end); the failure says what was refused.
+Failure probe(const tl_options &options, const char *path);
+
+}  // namespace tl

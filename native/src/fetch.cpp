@@ -1,0 +1,286 @@
+// How the bytes of a chunk come: by the route of its file, what is cached on this thread, the rest by a deep reader.
+#include <algorithm>
+#include <cerrno>
+
+#include "engine.hpp"
+
+namespace tl {
+namespace {
+
+// preadv(2) and process_vm_readv(2) take up to IOV_MAX buffers.
+constexpr size_t kMostBuffers = 1024;
+
+// Calls use(fill, begin, end) for the part of each fill of the chunk that lies in [begin, end) of the file.
+template <class Use>
+void each_fill(const Chunk &chunk, uint64_t begin, uint64_t end, Use use) {
+    const Fill *fill = chunk.slot->fills.data() + chunk.first_fill;
+    for (const Fill *last = fill + chunk.fill_count; fill != last; fill++) {
+        const uint64_t from = std::max(begin, fill->file_offset);
+        const uint64_t to = std::min(end, fill->file_offset + fill->nbytes);
+        if (from < to) use(*fill, from, to);
+    }
+}
+
+char *address(char *base, const Fill &fill, uint64_t file_offset) {
+    // base is null for a CPU, where fills hold addresses
+    return reinterpret_cast<char *>(reinterpret_cast<uintptr_t>(base) + fill.where + (file_offset - fill.file_offset));
+}
+
+// Drops what has arrived from the front of the buffers.
+void advance(std::vector<iovec> *buffers, size_t *first, uint64_t nbytes) {
+    while (nbytes > 0) {
+        iovec &buffer = (*buffers)[*first];
+        const uint64_t part = std::min<uint64_t>(nbytes, buffer.iov_len);
+        buffer.iov_base = static_cast<char *>(buffer.iov_base) + part;
+        buffer.iov_len -= part;
+        nbytes -= part;
+        if (buffer.iov_len == 0) (*first)++;
+    }
+}
+
+}  // namespace
+
+char *Engine::slot_base(const Slot &slot) const {
+    if (!device_) return nullptr;
+    std::string note;
+    return ring_->prepare(slot.index % ring_->count(), &note) + slot.shift;
+}
+
+// Opens the file if need be and decides its route; a copy of the route comes back.
+Failure Engine::ready_file(File *file, Route *route) {
+    std::lock_guard<std::mutex> lock(file->mutex);
+    if (Failure f = file->open_plain()) return f;
+    if (!file->routed) {
+        if (Failure f = choose_route(file, options_.backends, options_.backend_count)) return f;
+    } else if (file->route.direct_path >= 0) {
+        const int refusal = file->open_direct();
+        if (refusal != 0) return os_failure(TL_ERR_OPEN, refusal, "cannot open again for direct I/O");
+    }
+    *route = file->route;
+    return {};
+}
+
+DeepReader *Engine::deep_reader(int path, Failure *why) {
+    std::lock_guard<std::mutex> lock(deep_mutex_);
+    auto &reader = deep_[path];
+    if (reader) return reader.get();
+    if (stopping()) deep_why_[path] = failure(TL_ERR_CANCELLED, "the load has ended");
+    if (!deep_why_[path]) {
+        const DeepLimits limits{options_.io_depth, options_.chunk_bytes};
+        auto fresh = path == TL_PATH_URING_DIRECT ? make_uring_direct(this, limits) : make_pread_direct(this, limits);
+        if (!fresh) {
+            deep_why_[path] = failure(TL_ERR_BACKEND, backend_not_built(TL_BACKEND_URING));
+        } else {
+            deep_why_[path] = fresh->start();
+            if (!deep_why_[path]) reader = std::move(fresh);
+        }
+    }
+    *why = deep_why_[path];
+    return reader.get();
+}
+
+void Engine::fetch(Chunk *chunk) {
+    File *file;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        file = files_[static_cast<size_t>(chunk->file)].get();
+    }
+    if (device_) {
+        std::string note;
+        if (!ring_->prepare(chunk->slot->index % ring_->count(), &note)) {
+            return failed(failure(TL_ERR_MEMORY, "no host memory for the pinned ring"));
+        }
+        if (!note.empty()) add_note(note);
+    }
+    Route route;
+    if (Failure f = ready_file(file, &route)) {
+        f.file = file->index;
+        return failed(f);
+    }
+    if (!route.by_residency) {
+        if (!fetch_range(chunk, file, route, chunk->begin, chunk->end)) return;
+    } else {
+        for (const Segment &s : Residency::segments(file->residency, file->plain_fd, chunk->begin, chunk->end)) {
+            Route part = route;
+            (s.resident ? part.direct_path : part.cached_path) = -1;
+            if (!fetch_range(chunk, file, part, s.begin, s.end)) return;
+        }
+    }
+    part_done(chunk);
+}
+
+// One path is set in the route: the one to take. False if the range will not come: then the chunk never counts as done.
+bool Engine::fetch_range(Chunk *chunk, File *file, const Route &route, uint64_t begin, uint64_t end) {
+    if (route.direct_path >= 0) {
+        return fetch_direct(chunk, file, route.direct_path, begin, end);
+    }
+    return fetch_cached(chunk, file, route.cached_path, begin, end);
+}
+
+bool Engine::fetch_cached(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end) {
+    const CachedRead read = path == TL_PATH_MMAP ? mmap_copy : pread_buffered;
+    char *base = slot_base(*chunk->slot);
+    char gap[kPage];  // bytes between fills, which nobody wants
+    std::vector<iovec> buffers;
+    uint64_t delivered = 0;
+    uint64_t at = end;  // where the first buffer begins in the file
+    uint64_t until = end;
+    each_fill(*chunk, begin, end, [&](const Fill &fill, uint64_t from, uint64_t to) {
+        if (buffers.empty()) {
+            at = from;
+        } else if (from > until) {
+            buffers.push_back({gap, from - until});
+        }
+        buffers.push_back({address(base, fill, from), to - from});
+        delivered += to - from;
+        until = to;
+    });
+    for (size_t first = 0; at < until;) {
+        if (stopping()) return false;
+        const auto count = static_cast<int>(std::min(buffers.size() - first, kMostBuffers));
+        const int64_t got = read(*file, buffers.data() + first, count, at);
+        if (got == 0) {
+            failed(file->truncated(begin, until - begin, at - begin));
+            return false;
+        }
+        if (got < 0) {
+            const int os_errno = static_cast<int>(-got);
+            if (means_refused(os_errno)) {
+                return path_refused(chunk, file, path, std::strerror(os_errno), begin, end);
+            }
+            failed(file->read_failed(os_errno, begin, until - begin, at - begin));
+            return false;
+        }
+        reads_[path]++;
+        at += static_cast<uint64_t>(got);
+        advance(&buffers, &first, static_cast<uint64_t>(got));
+    }
+    bytes_[path] += delivered;
+    return true;
+}
+
+// Whole blocks that fit their place are read in place; what is left at the ends, and what does not fit, goes through a
+// buffer of the reader.
+bool Engine::fetch_direct(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end) {
+    Failure why;
+    DeepReader *reader = deep_reader(path, &why);
+    if (!reader) return path_refused(chunk, file, path, why.message, begin, end);
+    const uint64_t block = file->block;
+    const Fill &fill = chunk->slot->fills[chunk->first_fill];
+    const uint64_t head = round_up(begin, block);
+    const uint64_t tail = round_down(end, block);
+    char *place = address(slot_base(*chunk->slot), fill, head);
+    const bool fits = chunk->fill_count == 1 && head < tail && reinterpret_cast<uintptr_t>(place) % block == 0;
+    if (!fits) {
+        push(reader, {chunk, file, begin, end, nullptr});
+        return true;
+    }
+    push(reader, {chunk, file, head, tail, place});
+    if (begin < head) push(reader, {chunk, file, begin, head, nullptr});
+    if (tail < end) push(reader, {chunk, file, tail, end, nullptr});
+    return true;
+}
+
+void Engine::push(DeepReader *reader, const Request &request) {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        request.chunk->pending++;
+    }
+    reader->push(request);
+}
+
+void Engine::complete(const Request &request, int path, const char *bounced) {
+    uint64_t delivered = 0;
+    if (bounced) {
+        char *base = slot_base(*request.chunk->slot);
+        each_fill(*request.chunk, request.begin, request.end, [&](const Fill &fill, uint64_t from, uint64_t to) {
+            std::memcpy(address(base, fill, from), bounced + (from - request.begin), to - from);
+            delivered += to - from;
+        });
+        bounced_bytes_ += delivered;
+    } else {
+        delivered = request.end - request.begin;
+    }
+    bytes_[path] += delivered;
+    part_done(request.chunk);
+}
+
+void Engine::refused(const Request &request, int path, int os_errno) {
+    if (path_refused(request.chunk, request.file, path, std::strerror(os_errno), request.begin, request.end)) {
+        part_done(request.chunk);
+    }
+}
+
+// Reads the range again by what is left of the file's route.
+bool Engine::path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin, uint64_t end) {
+    if (stopping()) return false;
+    Route route;
+    {
+        std::lock_guard<std::mutex> lock(file->mutex);
+        if (Failure f = drop_path(file, path, why, options_.backends, options_.backend_count)) {
+            failed(f);
+            return false;
+        }
+        route = file->route;
+    }
+    // Direct where there is a choice: it was asked for because the range is not cached.
+    if (route.direct_path >= 0) route.cached_path = -1;
+    return fetch_range(chunk, file, route, begin, end);
+}
+
+void Engine::count_read(int path, uint64_t nbytes) {
+    reads_[path]++;
+    direct_bytes_ += nbytes;
+}
+
+void Engine::add_note(const std::string &note) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (notes_.find(note) != std::string::npos) return;
+    if (!notes_.empty()) notes_ += '\n';
+    notes_ += note;
+}
+
+void Engine::stats(tl_stats *stats) {
+    for (int i = 0; i < TL_PATH_COUNT; i++) {
+        stats->bytes_by_path[i] = bytes_[i];
+        stats->reads_by_path[i] = reads_[i];
+    }
+    stats->direct_bytes_read = direct_bytes_;
+    stats->bounced_bytes = bounced_bytes_;
+    stats->copies = copies_;
+    stats->slot_wait_ns = slot_wait_ns_;
+    stats->pinned_bytes = ring_ ? ring_->pinned_bytes() : 0;
+    stats->pinned_peak_bytes = ring_ ? ring_->pinned_peak_bytes() : 0;
+    uint32_t threads = copier_ ? 1 : 0;
+    {
+        std::lock_guard<std::mutex> lock(deep_mutex_);
+        for (const auto &reader : deep_) {
+            if (reader) threads += reader->threads();
+        }
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    stats->threads = threads + static_cast<uint32_t>(threads_.size());
+    stats->open_files = 0;
+    for (const auto &file : files_) stats->open_files += file->outstanding > 0;
+    copy_text(stats->notes, sizeof stats->notes, notes_);
+}
+
+Failure Engine::file_info(int32_t index, tl_file_info *info) {
+    File *file;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (index < 0 || static_cast<size_t>(index) >= files_.size()) {
+            return failure(TL_ERR_ARGUMENT, "no such file: " + std::to_string(index));
+        }
+        file = files_[static_cast<size_t>(index)].get();
+    }
+    std::lock_guard<std::mutex> lock(file->mutex);
+    info->backend = file->routed ? file->route.backend : -1;
+    info->cached_path = file->route.cached_path;
+    info->direct_path = file->route.direct_path;
+    copy_text(info->residency, sizeof info->residency, file->routed ? Residency::name(file->residency) : "");
+    copy_text(info->fallback, sizeof info->fallback, file->notes);
+    return {};
+}
+
+}  // namespace tl

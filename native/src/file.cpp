@@ -1,0 +1,125 @@
+#include "file.hpp"
+
+#include <fcntl.h>
+#include <linux/stat.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace tl {
+namespace {
+
+// Largest block of direct I/O that is worth using; a file system that wants more is read through the cache.
+constexpr uint64_t kLargestBlock = 64 << 10;
+
+int open_again(const char *path, int flags) {
+    int fd;
+    do {
+        fd = open(path, flags);
+    } while (fd < 0 && errno == EINTR);
+    return fd;
+}
+
+}  // namespace
+
+Failure File::open_plain() {
+    if (plain_fd >= 0) return {};
+    // Not blocking on a pipe that has taken the file's place.
+    const int fd = open_again(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) {
+        Failure f = os_failure(TL_ERR_OPEN, errno, "cannot open");
+        f.file = index;
+        return f;
+    }
+    struct stat status;
+    Failure f;
+    if (fstat(fd, &status) != 0) {
+        f = os_failure(TL_ERR_OPEN, errno, "cannot ask about");
+    } else if (!S_ISREG(status.st_mode)) {
+        f = failure(TL_ERR_REPLACED, "is not a regular file any more");
+    } else if (inode_ != 0 && (status.st_dev != device_ || status.st_ino != inode_)) {
+        f = failure(TL_ERR_REPLACED, "was replaced by another file since its header was read");
+    } else if (static_cast<uint64_t>(status.st_size) < nbytes_) {
+        f = failure(TL_ERR_TRUNCATED, "is shorter than when its header was read");
+        f.wanted = nbytes_;
+        f.got = static_cast<uint64_t>(status.st_size);
+    } else if (static_cast<uint64_t>(status.st_size) > nbytes_) {
+        f = failure(TL_ERR_REPLACED, "has grown since its header was read");
+        f.wanted = nbytes_;
+        f.got = static_cast<uint64_t>(status.st_size);
+    }
+    if (f) {
+        f.file = index;
+        ::close(fd);
+        return f;
+    }
+    plain_fd = fd;
+    if (!routed) residency = Residency::Method::kUnknown;
+    return {};
+}
+
+int File::open_direct() {
+    if (direct_fd >= 0) return 0;
+    // Through the open descriptor: the same file, even if its path leads elsewhere by now.
+    const std::string same = "/proc/self/fd/" + std::to_string(plain_fd);
+    int fd = open_again(same.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+    if (fd < 0 && errno == ENOENT) {  // no /proc here
+        fd = open_again(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT | O_NONBLOCK);
+        struct stat plain, direct;
+        if (fd >= 0 && (fstat(plain_fd, &plain) != 0 || fstat(fd, &direct) != 0 || plain.st_ino != direct.st_ino ||
+                        plain.st_dev != direct.st_dev)) {
+            ::close(fd);
+            return ENOENT;
+        }
+    }
+    if (fd < 0) return errno;
+    block = kPage;
+#ifdef STATX_DIOALIGN
+    struct statx answer {};
+    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0 &&
+        (answer.stx_mask & STATX_DIOALIGN) != 0) {
+        const uint64_t wanted = std::max(answer.stx_dio_mem_align, answer.stx_dio_offset_align);
+        if (wanted == 0 || wanted > kLargestBlock) {
+            ::close(fd);
+            return EINVAL;
+        }
+        block = std::max(kPage, wanted);
+    }
+#endif
+    direct_fd = fd;
+    return 0;
+}
+
+void File::close() {
+    if (plain_fd >= 0) ::close(plain_fd);
+    if (direct_fd >= 0) ::close(direct_fd);
+    plain_fd = direct_fd = -1;
+}
+
+void File::note(const std::string &text) {
+    if (notes.find(text) != std::string::npos) return;
+    if (!notes.empty()) notes += '\n';
+    notes += text;
+}
+
+Failure File::truncated(uint64_t offset, uint64_t wanted, uint64_t got) const {
+    Failure f = failure(TL_ERR_TRUNCATED, "ended while it was read");
+    f.file = index;
+    f.offset = offset;
+    f.wanted = wanted;
+    f.got = got;
+    return f;
+}
+
+Failure File::read_failed(int os_errno, uint64_t offset, uint64_t wanted, uint64_t got) const {
+    Failure f = os_failure(TL_ERR_READ, os_errno, "cannot read");
+    f.file = index;
+    f.offset = offset;
+    f.wanted = wanted;
+    f.got = got;
+    return f;
+}
+
+}  // namespace tl

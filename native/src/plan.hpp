@@ -1,0 +1,92 @@
+// From pieces to work: slots, the fills that bring their bytes, the copies that move them.
+//
+//   pieces    |----- run -----|gap|--- run ---|            one arena, destinations in order
+//   slots     |== slot 0 ==|== slot 1 ==|== 2 =|           one staging buffer each; a copy never spans two
+//   chunks    |--|--|--|---|--|--|---...                   one read each, cut where the file's blocks end
+//
+// A slot mirrors its part of an arena (where = offset in the slot = offset in the arena), so that one copy moves it.
+// For a CPU there is no staging: a slot is then only the unit in which tickets are counted, and where is an address.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "common.hpp"
+
+namespace tl {
+
+struct Fill {
+    uint64_t file_offset;
+    uint64_t nbytes;
+    uint64_t where;  // address (CPU) or offset from the slot's base (device)
+};
+
+struct Copy {
+    uint64_t where;
+    uint64_t nbytes;
+    uint64_t destination;
+};
+
+struct Slot;
+
+// Fills of one file, in the order of their offsets, that one read brings (gaps between them are smaller than a page).
+struct Chunk {
+    Slot *slot;
+    int file;
+    uint32_t first_fill;
+    uint32_t fill_count;
+    uint64_t begin;  // range of the file from the first to the last fill
+    uint64_t end;
+    uint32_t pending = 1;  // parts not there yet, the one who splits it included; under the engine's lock
+};
+
+struct Slot {
+    uint64_t index = 0;   // counted over the engine's life
+    uint64_t ticket = 0;  // pieces that are complete once this slot and all before it are
+    uint64_t shift = 0;   // added to the base, so that direct reads of the first fill land in place
+    std::vector<Fill> fills;
+    std::vector<Copy> copies;
+    std::vector<Chunk> chunks;
+    size_t chunks_left = 0;  // under the engine's lock, as the rest
+    bool landed = false;
+    bool copied = false;
+};
+
+struct PlanShape {
+    bool device = false;
+    uint64_t chunk_bytes = 0;
+    uint64_t slot_bytes = 0;
+};
+
+// Cuts the pieces of one submission into slots. Pure: no engine, no file.
+class PlanBuilder {
+public:
+    explicit PlanBuilder(const PlanShape &shape) : shape_(shape) {}
+
+    // first_ticket: pieces submitted before. Every slot is complete when add() of all pieces and finish() are done.
+    void add(const tl_piece &piece);
+    std::vector<std::unique_ptr<Slot>> finish(uint64_t first_ticket);
+
+private:
+    struct Staged {
+        int file;
+        Fill fill;
+    };
+
+    // Takes as much of the rest of a piece as the open slot has room for, opening one where needed; the bytes taken.
+    uint64_t take(const tl_piece &rest, bool joins);
+    uint64_t place(const tl_piece &rest, bool joins) const;
+    void open();
+    void close();
+    void cut_into_chunks(const Staged &staged);
+
+    PlanShape shape_;
+    std::vector<std::unique_ptr<Slot>> slots_;
+    std::vector<Staged> staged_;  // fills of the open slot
+    bool slot_open_ = false;
+    bool before_has_bytes_ = false;
+    uint64_t used_ = 0;  // end of what the open slot holds
+    uint64_t pieces_ = 0;
+};
+
+}  // namespace tl

@@ -1,0 +1,55 @@
+#include "ring.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+
+namespace tl {
+
+Ring::Ring(Driver *driver, uint64_t slot_bytes, uint64_t pinned_bytes)
+    : driver_(driver),
+      stride_(round_up(slot_bytes, kPage) + kPage),
+      count_(std::max<uint64_t>(2, pinned_bytes / stride_)),
+      entries_(std::make_unique<Entry[]>(count_)) {}
+
+Ring::~Ring() {
+    release();
+}
+
+char *Ring::prepare(uint64_t k, std::string *note) {
+    Entry &entry = entries_[k];
+    if (entry.ready.load(std::memory_order_acquire)) return memory_ + k * stride_;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (!memory_) {
+            void *map = mmap(nullptr, count_ * stride_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (map == MAP_FAILED) return nullptr;
+            memory_ = static_cast<char *>(map);
+            madvise(memory_, count_ * stride_, MADV_HUGEPAGE);
+        }
+    }
+    std::lock_guard<std::mutex> lock(entry.mutex);
+    if (entry.ready.load(std::memory_order_relaxed)) return memory_ + k * stride_;
+    Failure f = driver_->register_host(memory_ + k * stride_, stride_);
+    if (!f) {
+        entry.registered = true;
+        pinned_ += stride_;
+        pinned_peak_ += stride_;
+    } else if (!refused_.exchange(true)) {
+        *note = "host memory could not be pinned, copies go through pageable memory: " + f.message;
+    }
+    entry.ready.store(true, std::memory_order_release);
+    return memory_ + k * stride_;
+}
+
+void Ring::release() {
+    if (!memory_) return;
+    for (uint64_t k = 0; k < count_; k++) {
+        if (entries_[k].registered) driver_->unregister_host(memory_ + k * stride_);
+    }
+    munmap(memory_, count_ * stride_);
+    memory_ = nullptr;
+    pinned_ = 0;
+}
+
+}  // namespace tl

@@ -1,0 +1,58 @@
+// The pinned ring: slots of staging memory, each faulted in and registered when a thread first needs it, so that neither
+// happens before the first byte is read. Small on purpose: it has to stay in the last-level cache.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "shim/driver.hpp"
+
+namespace tl {
+
+class Ring {
+public:
+    // At most pinned_bytes, at least two slots.
+    Ring(Driver *driver, uint64_t slot_bytes, uint64_t pinned_bytes);
+    ~Ring();
+    Ring(const Ring &) = delete;
+    Ring &operator=(const Ring &) = delete;
+
+    uint64_t count() const {
+        return count_;
+    }
+
+    // The memory of slot k, ready to be filled. A registration that is refused leaves it pageable (slower, still right):
+    // *note then says so, once. Null if there is no memory at all.
+    char *prepare(uint64_t k, std::string *note);
+
+    // After the last copy: gives everything back.
+    void release();
+
+    uint64_t pinned_bytes() const {
+        return pinned_.load();
+    }
+    uint64_t pinned_peak_bytes() const {
+        return pinned_peak_.load();
+    }
+
+private:
+    struct Entry {
+        std::mutex mutex;
+        std::atomic<bool> ready{false};
+        bool registered = false;
+    };
+
+    Driver *driver_;
+    uint64_t stride_;  // a slot, and room to shift its content within a page
+    uint64_t count_;
+    std::unique_ptr<Entry[]> entries_;
+    std::mutex mutex_;  // guards mapping
+    char *memory_ = nullptr;
+    std::atomic<uint64_t> pinned_{0};
+    std::atomic<uint64_t> pinned_peak_{0};
+    std::atomic<bool> refused_{false};
+};
+
+}  // namespace tl
