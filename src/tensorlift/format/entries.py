@@ -51,8 +51,8 @@ class _Entry(msgspec.Struct, gc=False):
     """One tensor, as far as decoding checks it; other keys are skipped. No default passes the checks."""
 
     dtype: str = ""
-    shape: tuple[Any, ...] = (-1,)
-    data_offsets: tuple[Any, ...] = ()
+    shape: tuple[int, ...] = (-1,)
+    data_offsets: tuple[int, int] = (-1, -1)
 
 
 _DECODER = msgspec.json.Decoder(dict[str, _Entry])
@@ -101,19 +101,15 @@ def _quick(raw: bytes | memoryview, text: str) -> Columns | None:
         names, entries = list(table), list(table.values())
         ids = np.frombuffer(bytes([_IDS[entry.dtype] for entry in entries]), dtype=np.uint8)
         shapes = [entry.shape for entry in entries]
-        ranges = [entry.data_offsets for entry in entries]
-        extents = list(chain.from_iterable(shapes))
-        if set(map(len, ranges)) - {2} or set(map(type, extents)) - {int}:
-            return None
-        offsets = list(chain.from_iterable(ranges))
-        if set(map(type, offsets)) - {int} or min(extents, default=0) < 0:
-            return None
-        bounds = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-        products = {shape: math.prod(shape) for shape in set(shapes)}
+        products = {shape: math.prod(shape) for shape in set(shapes)}  # most tensors share a few shapes
         counts = np.array([products[shape] for shape in shapes], dtype=np.int64)
+        offsets = chain.from_iterable([entry.data_offsets for entry in entries])
+        bounds = np.fromiter(offsets, np.int64, 2 * len(entries)).reshape(-1, 2)
     except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError, OverflowError):
         return None
-    if _has_duplicates(text, names, metadata) or not _sizes_fit(counts, ids, shapes, bounds):
+    if min(map(min, filter(None, products)), default=0) < 0 or _has_duplicates(text, names, metadata):
+        return None
+    if not _sizes_fit(counts, ids, bounds) or not all(map(_countable, products)):
         return None
     return Columns(metadata, names, ids, shapes, bounds[:, 0], bounds[:, 1])
 
@@ -144,10 +140,7 @@ def _has_duplicates(text: str, names: list[str], metadata: dict[str, str] | None
 
 
 def _sizes_fit(
-    counts: npt.NDArray[np.int64],
-    ids: npt.NDArray[np.uint8],
-    shapes: list[tuple[int, ...]],
-    bounds: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64], ids: npt.NDArray[np.uint8], bounds: npt.NDArray[np.int64]
 ) -> bool:
     """Whether ranges are as long as shapes and dtypes say; False also where int64 might not hold the bits."""
     if not len(counts):
@@ -155,9 +148,7 @@ def _sizes_fit(
     if counts.max() > _LARGEST // 64 or bounds.min() < 0:
         return False
     bits = counts * _BITS[ids]
-    if (bits & 7).any() or ((bits >> 3) != bounds[:, 1] - bounds[:, 0]).any():
-        return False
-    return all(_countable(shapes[i]) for i in np.flatnonzero(counts == 0).tolist())
+    return not (bits & 7).any() and bool(((bits >> 3) == bounds[:, 1] - bounds[:, 0]).all())
 
 
 def _countable(shape: tuple[int, ...]) -> bool:
