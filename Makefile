@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := build/native
 LIBRARY := $(NATIVE)/libtensorlift.so
+LINK := src/tensorlift/libtensorlift.so
 NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f 2>/dev/null)
 FORMATTED := $(shell find native benchmarks -name '*.c' -o -name '*.h' -o -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 PYTHON_TREE := src tests tools benchmarks examples
@@ -50,7 +51,7 @@ wheel: $(VENV)/.dev  ## build dist/tensorlift-*.whl
 	PATH="$(abspath $(BIN)):$$PATH" $(PIP) wheel --no-deps --no-build-isolation -w dist .
 
 clean:  ## remove what was built (not .venv)
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist $(LINK) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch first and alone: its pinned build also satisfies the package, so that nothing pulls in another one.
 $(VENV)/.base: tools/system.sh
@@ -60,7 +61,7 @@ $(VENV)/.base: tools/system.sh
 	$(PIP) install --quiet torch==2.13.0
 	@touch $@
 
-# The package itself is linked to the tree; the native library comes from build/native, compiled below.
+# The package itself is linked to the tree, and the library that is compiled below is linked into the tree.
 $(VENV)/.dev: $(VENV)/.base pyproject.toml
 	$(PIP) install --quiet --group build
 	$(PIP) install --quiet --no-build-isolation -C wheel.cmake=false -e .
@@ -75,4 +76,5 @@ $(LIBRARY): $(VENV)/.dev $(NATIVE_SOURCES)
 	@tools/system.sh $(PYTHON)
 	$(BIN)/cmake -S . -B $(NATIVE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING
 	$(BIN)/cmake --build $(NATIVE)
+	@ln -sf ../../$@ $(LINK)
 	@touch $@

@@ -4,7 +4,7 @@
 
 Checkpoints are made in a tmpfs with Qwen3-30B-A3B's geometry; 24 layers are 31 GB. The link is the higher of
 two rates of a pinned 1 GiB copy, measured in this process before and after the loads; both are printed. The
-clock of a load starts with the CUDA context there and ends synchronised, with all tensors held; the first load
+clock of a load starts with the CUDA context there and ends synchronised, all tensors held; the first load
 is kept in the file and does not count. The file goes to $OUT if that is set, else to benchmarks/results.
 """
 
