@@ -1,0 +1,266 @@
+"""Many headers as one table of tensors, each name once.
+
+The rules where files overlap
+  - With an index, a tensor that it lists comes from the shard it names, and from nowhere else. A shard that
+  lacks it
+    is an error.
+  - A tensor that a shard holds and the index does not list is loaded too, unless another shard holds it as
+  well. - Without an index, a name in two files is an error that names both.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorlift.errors import CheckpointError, RequestError, TensorNotFoundError
+from tensorlift.format.header import Header
+from tensorlift.format.nearest import nearest
+from tensorlift.format.quoting import clean, plural, quote
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+__all__ = ["Checkpoint", "NameFilter", "Names", "Shard", "join"]
+
+NameFilter: TypeAlias = "str | re.Pattern[str] | Callable[[str], bool]"
+"""One exact name, glob (with * ? or [), compiled regular expression (of the whole name), or predicate."""
+
+Names: TypeAlias = "NameFilter | Iterable[NameFilter] | None"
+"""What a caller may give as `names=`; a list takes whatever any of its filters takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file whose header has been read."""
+
+    path: str
+    """As the caller gave it, for messages."""
+    absolute: bytes
+    """For the kernel."""
+    nbytes: int
+    device: int
+    inode: int
+    header: Header
+
+
+class Checkpoint:
+    """Files and the table of their tensors: rows in the order of the shards, then of the bytes in each."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        names: list[str],
+        shard_of: npt.NDArray[np.int32],
+        dtypes: npt.NDArray[np.uint8],
+        starts: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64],
+        shapes: list[tuple[int, ...]],
+        where: str,
+    ) -> None:
+        self.shards: tuple[Shard, ...] = tuple(shards)
+        self.names = names
+        self.shard_of = shard_of
+        self.dtypes = dtypes
+        self.starts = starts
+        """First byte of each tensor, from the start of its file."""
+        self.sizes = sizes
+        """Bytes of each tensor."""
+        self.shapes = shapes
+        self.where = where
+        """What the caller asked for, for messages."""
+        self._rows: dict[str, int] | None = None
+
+    @property
+    def metadata(self) -> dict[str, str] | None:
+        """The metadata of the first shard that has any."""
+        return next((s.header.metadata for s in self.shards if s.header.metadata is not None), None)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table()
+
+    def _table(self) -> dict[str, int]:
+        if self._rows is None:
+            self._rows = dict(zip(self.names, range(len(self.names)), strict=True))
+        return self._rows
+
+    def index(self, name: str) -> int:
+        """The row of a tensor; raises TensorNotFoundError with the names that come close."""
+        row = self._table().get(name)
+        if row is None:
+            raise TensorNotFoundError(
+                f"{clean(self.where)}: no tensor {quote(name)} among {len(self.names):,}"
+                f"{_hint(name, self.names)}"
+            )
+        return row
+
+    def select(self, names: Names = None) -> npt.NDArray[np.int64]:
+        """Rows of the wanted tensors, ascending, each once.
+
+        `names` is None (all), a filter or an iterable of filters. A string that is the name of a tensor means
+        that tensor; one with * ? or [ is a glob over whole names, and case counts. Raises TensorNotFoundError
+        for a name, glob or regular expression that matches nothing; a predicate may refuse everything.
+        """
+        if names is None:
+            return np.arange(len(self.names), dtype=np.int64)
+        filters = [names] if isinstance(names, (str, re.Pattern)) or callable(names) else _as_list(names)
+        rows: set[int] = set()
+        exact = [f for f in filters if isinstance(f, str) and (f in self or not _is_glob(f))]
+        rows.update(self.index(name) for name in exact)
+        taken = set(exact)
+        for wanted in filters:
+            if not isinstance(wanted, str):
+                rows.update(self._matching(wanted))
+            elif wanted not in taken:
+                rows.update(self._matching(re.compile(fnmatch.translate(wanted)), wanted))
+        return np.array(sorted(rows), dtype=np.int64)
+
+    def _matching(self, wanted: NameFilter, glob: str | None = None) -> list[int]:
+        if isinstance(wanted, re.Pattern):
+            found = [i for i, name in enumerate(self.names) if wanted.fullmatch(name)]
+            if not found:
+                what = (
+                    f"glob {quote(glob)}"
+                    if glob is not None
+                    else f"regular expression {quote(wanted.pattern)}"
+                )
+                example = f"; the first name is {quote(self.names[0])}" if self.names else ""
+                raise TensorNotFoundError(
+                    f"{clean(self.where)}: the {what} {quote(glob or wanted.pattern)} matches none of "
+                    f"{plural(len(self.names), 'tensor')}{example} "
+                    "(whole names are compared, and case counts)"
+                )
+            return found
+        if not callable(wanted):
+            raise RequestError(
+                "names: wanted a str, a compiled regular expression of str or a callable, found "
+                f"{type(wanted).__name__}"
+            )
+        return [i for i, name in enumerate(self.names) if wanted(name)]
+
+
+def _as_list(names: Iterable[NameFilter]) -> list[NameFilter]:
+    try:
+        filters = list(names)
+    except TypeError:
+        raise RequestError(
+            "names: wanted None, a str, a compiled regular expression, a callable or a list of these, found "
+            f"{type(names).__name__}"
+        ) from None
+    for one in filters:
+        if isinstance(one, re.Pattern) and not isinstance(one.pattern, str):
+            raise RequestError("names: a regular expression has to be compiled from str, found bytes")
+    return filters
+
+
+def _is_glob(text: str) -> bool:
+    return any(c in text for c in "*?[")
+
+
+def _hint(name: object, names: list[str]) -> str:
+    close = nearest(name, names) if isinstance(name, str) else []
+    return f"; did you mean {' or '.join(map(quote, close))}?" if close else ""
+
+
+def join(
+    shards: Sequence[Shard],
+    where: str,
+    weight_map: Mapping[str, str] | None = None,
+    members: Sequence[str] | None = None,
+) -> Checkpoint:
+    """One checkpoint from shards whose headers are read, in their order.
+
+    `weight_map` is the index's, `members` the name of each shard in it. Raises CheckpointError naming tensor
+    and files where a shard lacks what the index says, or two files hold the same name.
+    """
+    if weight_map is None or members is None:
+        shards = _distinct(shards)
+        keep: list[list[int] | None] = [None] * len(shards)
+    else:
+        _check_listed(shards, where, weight_map, members)
+        keep = [_kept(shard, weight_map, member) for shard, member in zip(shards, members, strict=True)]
+    columns = [_rows_of(shard.header, rows) for shard, rows in zip(shards, keep, strict=True)]
+    names = list(chain.from_iterable(c.names for c in columns))
+    if len(columns) > 1 and len(set(names)) != len(names):
+        _refuse_double(shards, columns, where)
+    counts = [len(c.names) for c in columns]
+    return Checkpoint(
+        shards,
+        names,
+        np.repeat(np.arange(len(shards), dtype=np.int32), counts),
+        _concatenated([c.dtypes for c in columns], np.uint8),
+        _concatenated([c.starts for c in columns], np.int64),
+        _concatenated([c.sizes for c in columns], np.int64),
+        list(chain.from_iterable(c.shapes for c in columns)),
+        where,
+    )
+
+
+def _distinct(shards: Sequence[Shard]) -> list[Shard]:
+    """The shards without those that are one file under two names (a link, or a list that has it twice)."""
+    return list({(s.device, s.inode): s for s in reversed(shards)}.values())[::-1]
+
+
+def _check_listed(
+    shards: Sequence[Shard], where: str, weight_map: Mapping[str, str], members: Sequence[str]
+) -> None:
+    """Each tensor of the index has to be in the shard that the index names."""
+    held = {member: set(shard.header.names) for member, shard in zip(members, shards, strict=True)}
+    lacking = [name for name, member in weight_map.items() if name not in held[member]]
+    if lacking:
+        name = lacking[0]
+        more = f" (and {len(lacking) - 1:,} more tensors are missing)" if len(lacking) > 1 else ""
+        path = next(s.path for s, member in zip(shards, members, strict=True) if member == weight_map[name])
+        elsewhere = next((member for member in members if name in held[member]), None)
+        there = f"; {clean(elsewhere)} holds it" if elsewhere is not None else ""
+        raise CheckpointError(
+            f"{clean(where)}: the index says that tensor {quote(name)} is in {clean(path)}, but it is "
+            f"not{there}{more}. Index and shards are not of the same checkpoint: download or copy them again"
+        )
+
+
+def _kept(shard: Shard, weight_map: Mapping[str, str], member: str) -> list[int] | None:
+    """Rows of a shard that the index does not give to another one; None for all."""
+    names = shard.header.names
+    rows = [i for i, name in enumerate(names) if weight_map.get(name, member) == member]
+    return None if len(rows) == len(names) else rows
+
+
+def _rows_of(header: Header, rows: list[int] | None) -> Header:
+    if rows is None:
+        return header
+    index = np.array(rows, dtype=np.int64)
+    return Header(
+        header.metadata,
+        [header.names[i] for i in rows],
+        header.dtypes[index],
+        [header.shapes[i] for i in rows],
+        header.starts[index],
+        header.sizes[index],
+    )
+
+
+def _concatenated(columns: list[npt.NDArray[_Scalar]], dtype: type[_Scalar]) -> npt.NDArray[_Scalar]:
+    return columns[0] if len(columns) == 1 else np.concatenate([np.empty(0, dtype), *columns])
+
+
+def _refuse_double(shards: Sequence[Shard], columns: Sequence[Header], where: str) -> None:
+    counts = Counter(chain.from_iterable(c.names for c in columns))
+    doubles = [name for name, count in counts.items() if count > 1]
+    name = doubles[0]
+    first, second = [s.path for s, c in zip(shards, columns, strict=True) if name in set(c.names)][:2]
+    more = f" (and {len(doubles) - 1:,} more are)" if len(doubles) > 1 else ""
+    raise CheckpointError(
+        f"{clean(where)}: tensor {quote(name)} is in both {clean(first)} and {clean(second)}{more}, and no "
+        "index says which one holds; give the files that are meant as a list"
+    )

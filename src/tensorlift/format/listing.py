@@ -1,0 +1,179 @@
+"""Which files belong to a checkpoint, decided from names and index text alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from tensorlift.errors import CheckpointError
+from tensorlift.format.quoting import clean, quote
+
+__all__ = [
+    "INDEX_SUFFIX",
+    "SUFFIX",
+    "choose_files",
+    "choose_index",
+    "foreign_suffix",
+    "natural_key",
+    "parse_index",
+]
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+_USUAL_INDEX = "model.safetensors.index.json"
+# Mistral's own layout of the same weights, which stands beside the shards of transformers.
+_CONSOLIDATED = "consolidated"
+
+# Suffixes that promise another format. A file given by name with one of these is a mistake that its content
+# cannot make good: a .bin that is read as safetensors by one program and as a pickle by the next is not to be
+# trusted.
+_FOREIGN = frozenset(
+    {
+        ".7z", ".bin", ".bz2", ".ckpt", ".csv", ".db", ".dduf", ".exe", ".ggml", ".gguf", ".gif", ".gz",
+        ".h5", ".hdf5", ".htm", ".html", ".jpeg", ".jpg", ".json", ".jsonl", ".keras", ".log", ".md",
+        ".model", ".mp4", ".msgpack", ".nemo", ".npy", ".npz", ".onnx", ".ot", ".parquet", ".pb", ".pdf",
+        ".pickle", ".pkl", ".png", ".pt", ".pt2", ".pth", ".py", ".rar", ".so", ".svg", ".tar", ".tflite",
+        ".tgz", ".toml", ".tsv", ".txt", ".webp", ".whl", ".xml", ".xz", ".yaml", ".yml", ".zip", ".zst",
+    }
+)  # fmt: skip
+# What downloaders call a file that they have not finished.
+_UNFINISHED = frozenset({".aria2", ".crdownload", ".incomplete", ".part", ".tmp"})
+
+_SHARD = re.compile(r"(?P<stem>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>.*)", re.DOTALL)
+
+
+def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
+    """Key for sorting in which numbers count as numbers: model-2 comes before model-10."""
+    texts_and_numbers = re.split(r"([0-9]+)", name)  # in turn, beginning with a text
+    # A number is compared by the count of its digits, then by them: a hash of 64 digits is no number to
+    # compute with.
+    key = [
+        (len(part.lstrip("0")), part.lstrip("0")) if i % 2 else (0, part)
+        for i, part in enumerate(texts_and_numbers)
+    ]
+    return key, name
+
+
+def foreign_suffix(name: str) -> str | None:
+    """The suffix, in lower case, by which a file name stands for another format; None where it does not."""
+    lower = name.rpartition("/")[2].lower()
+    if lower.endswith(INDEX_SUFFIX):
+        return None
+    dot = lower.rfind(".")
+    suffix = lower[dot:] if dot > 0 else ""
+    return suffix if suffix in _FOREIGN | _UNFINISHED else None
+
+
+def choose_index(names: Iterable[str], folder: str) -> str | None:
+    """The index file among the names of a folder; None where there is none."""
+    found = sorted(name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith("."))
+    if _USUAL_INDEX in found:
+        return _USUAL_INDEX
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{clean(folder)}: several index files and none of them is {_USUAL_INDEX}: {_listed(found)}; "
+            "give the path of the one that is meant"
+        )
+    return found[0] if found else None
+
+
+def choose_files(names: Iterable[str], folder: str) -> list[str]:
+    """The safetensors files of a folder without an index that make its checkpoint, in order.
+
+    Hidden files are left out, files called consolidated* where there are others, and, where there is a
+    numbered set (NNNNN-of-NNNNN), all that is not in it. Raises CheckpointError where a set is incomplete or
+    there are several.
+    """
+    found = [name for name in names if name.lower().endswith(SUFFIX) and not name.startswith(".")]
+    found = [name for name in found if not name.startswith(_CONSOLIDATED)] or found
+    sets: dict[tuple[str, str, str], dict[int, str]] = {}
+    for name in found:
+        match = _SHARD.fullmatch(name)
+        if match and len(match["number"]) <= 9 and len(match["total"]) <= 9:
+            members = sets.setdefault((match["stem"], match["total"], match["rest"]), {})
+            members[int(match["number"])] = name
+    if not sets:
+        return sorted(found, key=natural_key)
+    if len(sets) > 1:
+        shown = [f"{stem}*-of-{total}{rest}" for stem, total, rest in sorted(sets)]
+        raise CheckpointError(
+            f"{clean(folder)}: {len(sets)} sets of shards and no index that chooses one: {_listed(shown)}; "
+            "give the files that are meant as a list"
+        )
+    ((stem, total, rest), members) = next(iter(sets.items()))
+    first = min(members, default=1)
+    # Sets count from 1, or from 0: then up to the total or one below it, for both are in use.
+    last = int(total) - 1 if first == 0 else int(total)
+    missing = [k for k in range(min(first, 1), min(last, 10_000) + 1) if k not in members]
+    if missing or len(members) < last:
+        width = len(next(iter(members.values()))) - len(stem) - len(rest) - len(total) - len("-of-")
+        shown = [f"{stem}{k:0{width}d}-of-{total}{rest}" for k in missing]
+        raise CheckpointError(
+            f"{clean(folder)}: {len(members)} of {int(total):,} shards are there; missing: {_listed(shown)}. "
+            "Download or copy them, or give the wanted files as a list"
+        )
+    return [members[k] for k in sorted(members)]
+
+
+def parse_index(text: bytes, path: str) -> dict[str, str]:
+    """The weight map of an index file: tensor name to shard, a relative path inside the index's folder.
+
+    Raises CheckpointError where the text is no index or a shard's name leads out of the folder.
+    """
+    where = clean(path)
+    if text.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{where}: this is a Git LFS pointer, not the index; run 'git lfs pull'")
+    try:
+        index = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_once)
+    except RecursionError:
+        raise CheckpointError(f"{where}: the JSON of the index is nested too deeply") from None
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where}: the index is no valid JSON ({quote(str(error))[1:-1]}); download or copy it again"
+        ) from None
+    weights = index.get("weight_map") if type(index) is dict else None
+    if type(weights) is not dict:
+        raise CheckpointError(
+            f"{where}: the index has no 'weight_map' object; it is no index of safetensors files"
+        )
+    for shard in set(map(_hashable, weights.values())):
+        if type(shard) is not str or not _is_inside(shard):
+            name = next(name for name, value in weights.items() if _hashable(value) == shard)
+            raise CheckpointError(
+                f"{where}: the index puts tensor {quote(name)} in {quote(weights[name])}, which is no name "
+                "of a file inside its folder"
+            )
+        if foreign_suffix(shard):
+            raise CheckpointError(
+                f"{where}: the index lists {quote(shard)}, whose suffix names another format"
+            )
+    if not weights:
+        raise CheckpointError(f"{where}: the index lists no tensor")
+    return weights
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys have to differ, unless they say the same."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        for key, value in pairs:
+            if table[key] != value:
+                raise ValueError(f"{quote(key)} comes twice, with different values")
+    return table
+
+
+def _hashable(value: object) -> object:
+    return value if type(value) is str else repr(type(value))
+
+
+def _is_inside(shard: str) -> bool:
+    """Whether this is a plain relative path that does not leave the folder."""
+    parts = shard.split("/")
+    return "\0" not in shard and all(part not in ("", ".", "..") for part in parts)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(clean(name) for name in names[:5])
+    return f"{shown} and {len(names) - 5:,} more" if len(names) > 5 else shown
