@@ -64,7 +64,7 @@ $(VENV)/.base: tools/system.sh
 # The package itself is linked to the tree, and the library that is compiled below is linked into the tree.
 $(VENV)/.dev: $(VENV)/.base pyproject.toml
 	$(PIP) install --quiet --group build
-	$(PIP) install --quiet --no-build-isolation -C wheel.cmake=false -e .
+	$(PIP) install --quiet --no-build-isolation -C wheel.cmake=false -C editable.mode=inplace -e .
 	$(PIP) install --quiet --group test --group check --group bench
 	@touch $@
 
