@@ -22,9 +22,7 @@ public:
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before_);
     }
-    ~SignalsBlocked() {
-        pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-    }
+    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
 
 private:
     sigset_t before_;
@@ -69,8 +67,21 @@ Failure Engine::start() {
         driver_, ring_->count(),
         Copier::Callbacks{[this] { enter_thread(); }, [this](uint64_t index) { slot_copied(index); },
                           [this](const Failure &f) { failed(f); }});
+    return {};
+}
+
+// At the first pieces, so that an engine without any costs nothing.
+Failure Engine::start_copier() {
+    std::lock_guard<std::mutex> lock(copier_mutex_);
+    if (copier_runs_ || stopping()) return {};
     SignalsBlocked blocked;
-    return copier_->start();
+    Failure f = copier_->start();
+    if (f) {
+        failed(f);  // for good: what was made of it is given back by close()
+    } else {
+        copier_runs_ = true;
+    }
+    return f;
 }
 
 Failure Engine::add_file(const char *path, uint64_t device, uint64_t inode, uint64_t nbytes, int32_t *index) {
@@ -90,23 +101,34 @@ Failure Engine::submit(const tl_piece *pieces, uint64_t count, Stream consumer, 
     for (uint64_t i = 0; i < count; i++) {
         const tl_piece &p = pieces[i];
         if (p.file < 0 || static_cast<size_t>(p.file) >= file_count) {
-            return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " names file " + std::to_string(p.file));
+            return failure(TL_ERR_ARGUMENT,
+                           "piece " + std::to_string(i) + " names file " + std::to_string(p.file));
         }
         if (p.file_offset + p.nbytes < p.file_offset || p.destination + p.nbytes < p.destination ||
             p.file_offset + p.nbytes > static_cast<uint64_t>(INT64_MAX)) {
             return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has a range that wraps around");
         }
-        if ((p.flags & TL_PIECE_JOIN) && i > 0 && p.destination < pieces[i - 1].destination + pieces[i - 1].nbytes) {
+        if (p.nbytes > 0 && p.destination == 0) {
+            return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has no destination");
+        }
+        if (p.flags & ~TL_PIECE_JOIN) {
+            return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has unknown flags");
+        }
+        if ((p.flags & TL_PIECE_JOIN) && i > 0 &&
+            p.destination < pieces[i - 1].destination + pieces[i - 1].nbytes) {
             return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " joins one that lies behind it");
         }
         tl_piece piece = p;
         if (i == 0) piece.flags &= ~TL_PIECE_JOIN;
         builder.add(piece);
     }
-    if (device_) {
+    if (device_ && count > 0) {
         Bound bound(driver_, options_.device_index);
         if (bound.failure()) return bound.failure();
-        if (Failure f = copier_->wait_for_consumer(consumer)) return f;
+        if (Failure f = start_copier()) return f;
+        if (copier_runs_) {
+            if (Failure f = copier_->wait_for_consumer(consumer)) return f;
+        }
     }
     std::lock_guard<std::mutex> lock(mutex_);
     if (failure_) return failure_;
@@ -117,7 +139,8 @@ Failure Engine::submit(const tl_piece *pieces, uint64_t count, Stream consumer, 
     for (auto &slot : fresh) {
         slot->index = slots_submitted_++;
         chunks += slot->chunks.size();
-        for (const Chunk &chunk : slot->chunks) files_[static_cast<size_t>(chunk.file)]->outstanding++;
+        for (const Chunk &chunk : slot->chunks)
+            files_[static_cast<size_t>(chunk.file)]->outstanding++;
         slots_.push_back(std::move(slot));
     }
     // Pieces of no bytes at the end are complete with what is before them.
@@ -233,7 +256,8 @@ void Engine::slot_copied(uint64_t slot_index) {
     std::lock_guard<std::mutex> lock(mutex_);
     slots_[slot_index - first_slot_]->copied = true;
     const uint64_t before = freed_slots_;
-    while (freed_slots_ < slots_submitted_ && slots_[freed_slots_ - first_slot_]->copied) freed_slots_++;
+    while (freed_slots_ < slots_submitted_ && slots_[freed_slots_ - first_slot_]->copied)
+        freed_slots_++;
     retire();
     if (freed_slots_ != before) work_cv_.notify_all();
 }
@@ -272,7 +296,7 @@ Failure Engine::wait(uint64_t ticket, uint32_t timeout_ms) {
 }
 
 Failure Engine::stream_wait(Stream consumer) {
-    if (!device_) return {};
+    if (!device_ || !copier_runs_) return {};
     Bound bound(driver_, options_.device_index);
     if (bound.failure()) return bound.failure();
     return copier_->make_consumer_wait(consumer);
@@ -301,7 +325,8 @@ Failure Engine::close() {
             if (reader) reader->wake();
         }
     }
-    for (std::thread &thread : threads_) thread.join();
+    for (std::thread &thread : threads_)
+        thread.join();
     threads_.clear();
     for (auto &reader : deep_) {
         if (reader) reader->join();

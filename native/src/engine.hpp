@@ -73,6 +73,7 @@ private:
 
     // engine.cpp: who waits for whom
     void start_threads(size_t chunks);
+    Failure start_copier();
     void work();
     Chunk *take_chunk();
     bool slot_is_free(const Slot &slot) const;
@@ -90,6 +91,8 @@ private:
     bool retained_ = false;
     std::unique_ptr<Ring> ring_;
     std::unique_ptr<Copier> copier_;
+    std::mutex copier_mutex_;  // guards its start
+    std::atomic<bool> copier_runs_{false};
 
     mutable std::mutex mutex_;
     std::condition_variable work_cv_;  // a chunk or a slot to fill

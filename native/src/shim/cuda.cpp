@@ -8,8 +8,8 @@
 namespace tl {
 namespace {
 
-constexpr unsigned kStreamNonBlocking = 1;     // CU_STREAM_NON_BLOCKING
-constexpr unsigned kEventBlockingNoTime = 3;   // CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
+constexpr unsigned kStreamNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
+constexpr unsigned kEventBlockingNoTime = 3;  // CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
 using Context = void *;
 
 class Cuda final : public Driver {
@@ -36,9 +36,7 @@ public:
         library_.find(error_name_, "cuGetErrorName");
     }
 
-    const std::string &why() const {
-        return library_.why();
-    }
+    const std::string &why() const { return library_.why(); }
 
     Failure device_count(int *count) override {
         Failure f = check(init_(0), "cuInit");
@@ -51,14 +49,18 @@ public:
         if (Failure f = check(get_(&handle, device), "cuDeviceGet")) return f;
         if (Failure f = check(retain_(&context, handle), "cuDevicePrimaryCtxRetain")) return f;
         std::lock_guard<std::mutex> lock(mutex_);
-        if (contexts_.size() <= static_cast<size_t>(device)) contexts_.resize(static_cast<size_t>(device) + 1);
-        contexts_[static_cast<size_t>(device)] = context;
+        if (devices_.size() <= static_cast<size_t>(device)) devices_.resize(static_cast<size_t>(device) + 1);
+        devices_[static_cast<size_t>(device)] = {handle, context};
         return {};
     }
 
     void release(int device) override {
         int handle = 0;
-        if (get_(&handle, device) == 0) release_(handle);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            handle = devices_[static_cast<size_t>(device)].handle;
+        }
+        release_(handle);
     }
 
     Failure bind(int device, void **previous) override {
@@ -68,14 +70,12 @@ public:
         Context context = nullptr;
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            context = contexts_[static_cast<size_t>(device)];
+            context = devices_[static_cast<size_t>(device)].context;
         }
         return check(context_set_(context), "cuCtxSetCurrent");
     }
 
-    void restore(void *previous) override {
-        context_set_(previous);
-    }
+    void restore(void *previous) override { context_set_(previous); }
 
     Failure register_host(void *address, uint64_t nbytes) override {
         return check(register_(address, nbytes, 0), "cuMemHostRegister");
@@ -98,32 +98,38 @@ public:
     Failure event_create(Event *event) override {
         return check(event_create_(event, kEventBlockingNoTime), "cuEventCreate");
     }
-    Failure event_destroy(Event event) override {
-        return check(event_destroy_(event), "cuEventDestroy");
-    }
+    Failure event_destroy(Event event) override { return check(event_destroy_(event), "cuEventDestroy"); }
     Failure event_record(Event event, Stream stream) override {
         return check(event_record_(event, stream), "cuEventRecord");
     }
     Failure event_synchronize(Event event) override {
         return check(event_synchronize_(event), "cuEventSynchronize");
     }
-    Failure copy_to_device(uint64_t destination, const void *source, uint64_t nbytes, Stream stream) override {
+    Failure copy_to_device(uint64_t destination, const void *source, uint64_t nbytes,
+                           Stream stream) override {
         return check(copy_(destination, source, nbytes, stream), "cuMemcpyHtoDAsync");
     }
 
 private:
+    // Kept from retaining to releasing: giving back must not depend on a call that may fail.
+    struct Retained {
+        int handle;
+        Context context;
+    };
+
     Failure check(int code, const char *call) {
         if (code == 0) return {};
         const char *name = nullptr;
         if (error_name_(code, &name) != 0 || !name) name = "unknown error";
-        Failure f = failure(TL_ERR_DRIVER, std::string(call) + " answered " + name + " (" + std::to_string(code) + ")");
+        Failure f = failure(TL_ERR_DRIVER,
+                            std::string(call) + " answered " + name + " (" + std::to_string(code) + ")");
         f.driver_code = code;
         return f;
     }
 
     Library library_;
     std::mutex mutex_;
-    std::vector<Context> contexts_;  // by device ordinal
+    std::vector<Retained> devices_;  // by ordinal
     int (*init_)(unsigned) = nullptr;
     int (*count_)(int *) = nullptr;
     int (*get_)(int *, int) = nullptr;
