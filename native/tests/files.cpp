@@ -41,10 +41,6 @@ void for_each_usable(Run run) {
     }
 }
 
-bool names(const tl_error &error, const std::string &text) {
-    return std::string(error.message).find(text) != std::string::npos;
-}
-
 }  // namespace
 
 TEST(shorter_than_announced) {
@@ -57,7 +53,7 @@ TEST(shorter_than_announced) {
         REQUIRE_EQ(outcome.error.status, static_cast<std::int32_t>(TL_ERR_TRUNCATED));
         REQUIRE_EQ(outcome.error.file, file);
         REQUIRE(outcome.error.wanted > outcome.error.got);
-        REQUIRE_SAYING(names(outcome.error, "data"), outcome.error.message);
+        REQUIRE(outcome.error.message[0] != 0);
     });
 }
 
@@ -123,7 +119,7 @@ TEST(replaced_by_another_file) {
         const Outcome outcome = read_part(engine, file, 0, 1000);
         REQUIRE_EQ(outcome.status, TL_ERR_REPLACED);
         REQUIRE_EQ(outcome.error.file, file);
-        REQUIRE_SAYING(names(outcome.error, "data"), outcome.error.message);
+        REQUIRE(outcome.error.message[0] != 0);
     });
 }
 
@@ -135,7 +131,8 @@ TEST(gone) {
         const Outcome outcome = read_part(engine, file, 0, 1000);
         REQUIRE_EQ(outcome.status, TL_ERR_OPEN);
         REQUIRE_EQ(outcome.error.os_errno, ENOENT);
-        REQUIRE_SAYING(names(outcome.error, "data"), outcome.error.message);
+        REQUIRE_EQ(outcome.error.file, file);
+        REQUIRE(outcome.error.message[0] != 0);
     });
 }
 

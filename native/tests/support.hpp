@@ -65,8 +65,8 @@ struct StandIn {
     decltype(&standin_settle) settle;
     decltype(&standin_drain) drain;
 
-    void require_clean()
-        const;  // nothing registered, no stream or event alive, no copy that was not as it should be
+    // Nothing registered, no stream or event alive, no copy that was not as it should be.
+    void require_clean(bool may_be_unpinned = false) const;
 };
 
 // TL_DEVICE_CUDA or TL_DEVICE_HIP, as after a reset and ready.

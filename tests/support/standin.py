@@ -131,6 +131,7 @@ class StandInMemory:
         self._blocks: list[_Block] = []
         self._free: dict[tuple[int, int], list[_Block]] = defaultdict(list)
         self._managed: dict[int, _Managed] = {}
+        self._gone: list[_Managed] = []
 
     def allocate(self, sizes: Sequence[int]) -> list[Arena]:
         """See Memory."""
@@ -162,7 +163,8 @@ class StandInMemory:
 
         def give_back(_: int) -> None:
             with self._lock:
-                del self._managed[pointer]
+                # Kept: what runs now is code that this object owns.
+                self._gone.append(self._managed.pop(pointer))
                 self.allocated -= block.nbytes
                 # In the order of the stream, as a framework's allocator: work queued there may still read the block.
                 self.driver.memset(stream, block.address, POISON, block.nbytes)
