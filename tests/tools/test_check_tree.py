@@ -70,6 +70,7 @@ def test_c_functions_are_measured() -> None:
         ("plan/x.py", "def f():\n    import torch\n", "imports torch"),
         ("cli/x.py", "import torch\n", "imports torch"),
         ("plan/x.py", "import tensorlift\n", "imports the root package"),
+        ("plan/x.py", "from tensorlift import load\n", "imports the root package"),
     ],
 )
 def test_import_in_the_wrong_place_is_found(tree: Path, name: str, source: str, says: str) -> None:
@@ -86,6 +87,7 @@ def test_import_in_the_wrong_place_is_found(tree: Path, name: str, source: str, 
         ("engine/abi.py", "import ctypes\n"),
         ("cli/x.py", "def f():\n    import torch\n"),
         ("plan/x.py", "from tensorlift.format import header\n"),
+        ("plan/x.py", "from tensorlift import cli\n"),
         ("plan/x.py", "import torchlike\n"),
     ],
 )
