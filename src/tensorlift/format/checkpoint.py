@@ -113,7 +113,8 @@ class Checkpoint:
         """
         if names is None:
             return np.arange(len(self.names), dtype=np.int64)
-        filters = [names] if isinstance(names, (str, re.Pattern)) or callable(names) else _as_list(names)
+        one = isinstance(names, (str, re.Pattern)) or callable(names)
+        filters = _checked([names] if one else names)
         rows: set[int] = set()
         exact = [f for f in filters if isinstance(f, str) and (f in self or not _is_glob(f))]
         rows.update(self.index(name) for name in exact)
@@ -129,11 +130,7 @@ class Checkpoint:
         if isinstance(wanted, re.Pattern):
             found = [i for i, name in enumerate(self.names) if wanted.fullmatch(name)]
             if not found:
-                what = (
-                    f"glob {quote(glob)}"
-                    if glob is not None
-                    else f"regular expression {quote(wanted.pattern)}"
-                )
+                what = "regular expression" if glob is None else "glob"
                 example = f"; the first name is {quote(self.names[0])}" if self.names else ""
                 raise TensorNotFoundError(
                     f"{clean(self.where)}: the {what} {quote(glob or wanted.pattern)} matches none of "
@@ -141,25 +138,26 @@ class Checkpoint:
                     "(whole names are compared, and case counts)"
                 )
             return found
-        if not callable(wanted):
-            raise RequestError(
-                "names: wanted a str, a compiled regular expression of str or a callable, found "
-                f"{type(wanted).__name__}"
-            )
+        assert not isinstance(wanted, str)
         return [i for i, name in enumerate(self.names) if wanted(name)]
 
 
-def _as_list(names: Iterable[NameFilter]) -> list[NameFilter]:
-    try:
-        filters = list(names)
-    except TypeError:
+def _checked(names: object) -> list[NameFilter]:
+    """The filters as a list, refused where one of them is none."""
+    if not isinstance(names, Iterable) or isinstance(names, (bytes, bytearray)):
         raise RequestError(
             "names: wanted None, a str, a compiled regular expression, a callable or a list of these, found "
             f"{type(names).__name__}"
-        ) from None
+        )
+    filters = list(names)
     for one in filters:
         if isinstance(one, re.Pattern) and not isinstance(one.pattern, str):
             raise RequestError("names: a regular expression has to be compiled from str, found bytes")
+        if not isinstance(one, (str, re.Pattern)) and not callable(one):
+            raise RequestError(
+                "names: wanted a str, a compiled regular expression or a callable in the list, found "
+                f"{type(one).__name__}"
+            )
     return filters
 
 

@@ -1,0 +1,232 @@
+"""From what a caller names to the files of a checkpoint, by names alone: no file but an index is opened."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from tensorlift.errors import CheckpointError
+from tensorlift.format.listing import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    choose_files,
+    choose_index,
+    foreign_suffix,
+    natural_key,
+    parse_index,
+)
+from tensorlift.format.quoting import clean, quote
+from tensorlift.sources import hub
+from tensorlift.sources.problems import not_a_file, nothing_at, nothing_in, refused
+
+__all__ = ["Found", "PathLike", "Source", "find"]
+
+PathLike: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
+"""What may name a file or folder."""
+
+_LARGEST_INDEX = 100_000_000  # bytes; as much as a header may have, for it lists the same names
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file of a checkpoint, not opened yet."""
+
+    path: str
+    """As the caller gave it (or below the folder that the caller gave), for messages."""
+    absolute: bytes
+    """For the kernel."""
+    member: str | None = None
+    """Its name in the index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The files of a checkpoint, in order."""
+
+    where: str
+    """What the caller asked for, for messages."""
+    files: tuple[Source, ...]
+    weight_map: Mapping[str, str] | None = None
+    """Of the index: tensor name to `Source.member`; None where there is no index."""
+    left_out: tuple[str, ...] = ()
+    """Safetensors files of the folder that are not part of the checkpoint."""
+
+
+def find(path: PathLike | Iterable[PathLike]) -> Found:
+    """The files that a caller means.
+
+    `path` is a file, a folder, an index (*.safetensors.index.json), the folder of a model in a Hub cache, a
+    Hub id ('organisation/name', with '@revision' if wanted; only as str, and only where no such path exists),
+    or an iterable of files, which are taken in its order. Raises TypeError for anything else,
+    CheckpointNotFoundError where nothing is, and CheckpointError where the names make no checkpoint.
+    """
+    if isinstance(path, (str, bytes, os.PathLike)):
+        shown = _as_text(path)
+        mode = _mode_of(shown) if shown else None
+        if mode is None:
+            return _not_here(shown, isinstance(path, str))
+        return _folder(shown) if stat.S_ISDIR(mode) else _file(shown, mode)
+    if not isinstance(path, Iterable) or isinstance(path, (Mapping, bytearray, memoryview)):
+        raise TypeError(
+            f"path: wanted str, bytes, os.PathLike or an iterable of these, found {type(path).__name__}"
+        )
+    given = list(path)
+    shown_all = [_as_text(one) for one in given]
+    if not given:
+        raise CheckpointError("the list of files is empty")
+    files: list[Source] = []
+    for shown in shown_all:
+        mode = _mode_of(shown)
+        if mode is None:
+            raise nothing_at(shown)
+        if stat.S_ISDIR(mode) or shown.lower().endswith(INDEX_SUFFIX):
+            kind = "a folder" if stat.S_ISDIR(mode) else "an index"
+            raise CheckpointError(
+                f"{clean(shown)}: a list takes safetensors files, and this is {kind}; give it alone"
+            )
+        files.extend(_file(shown, mode).files)
+    where = shown_all[0] if len(files) == 1 else f"{shown_all[0]} and {len(files) - 1:,} more"
+    return Found(where, tuple(files))
+
+
+def _not_here(shown: str, may_be_id: bool) -> Found:
+    """Where no file is: a model of the Hub, out of the local cache if that has all of it, else downloaded."""
+    asked = hub.parse_id(shown) if may_be_id else None
+    if asked is None:
+        raise nothing_at(shown)
+    unfinished = None
+    folder = hub.cached(*asked)
+    if folder is not None:
+        try:
+            return replace(_folder(folder), where=shown)
+        except CheckpointError as error:
+            unfinished = error
+    return replace(_folder(hub.download(*asked, unfinished)), where=shown)
+
+
+def _as_text(path: object) -> str:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"path: wanted str, bytes or os.PathLike, found {type(path).__name__}")
+    text = os.fsdecode(path)
+    if "\0" in text:
+        raise CheckpointError(f"{clean(text)}: the path has a NUL character, which no file name can have")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{clean(text)}: the path has half a surrogate pair: no file name") from None
+    return text
+
+
+def _mode_of(shown: str) -> int | None:
+    """What kind of thing is at a path; None where nothing is."""
+    try:
+        return os.stat(shown).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise refused(error, shown, "looked at") from None
+
+
+def _source(shown: str, member: str | None = None) -> Source:
+    # Not abspath(): it takes 'link/..' for the link's own folder, the kernel for the folder that it leads to.
+    absolute = shown if os.path.isabs(shown) else os.path.join(_working_folder(shown), shown)
+    return Source(shown, os.fsencode(absolute), member)
+
+
+def _working_folder(shown: str) -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise refused(error, shown, "reached from the working folder, which is gone") from None
+
+
+def _file(shown: str, mode: int) -> Found:
+    if not stat.S_ISREG(mode):
+        raise not_a_file(shown, mode)
+    if shown.lower().endswith(INDEX_SUFFIX):
+        return _index(os.path.dirname(shown), os.path.basename(shown), shown)
+    suffix = foreign_suffix(shown)
+    if suffix is not None:
+        raise CheckpointError(
+            f"{clean(shown)}: wanted a safetensors file, found the suffix {suffix}, which stands for "
+            "another format; convert it, or rename it if it is safetensors after all"
+        )
+    return Found(shown, (_source(shown),))
+
+
+def _folder(shown: str) -> Found:
+    try:
+        names = os.listdir(shown)
+    except OSError as error:
+        raise refused(error, shown, "listed") from None
+    index = choose_index(names, shown)
+    if index is not None:
+        found = _index(shown, index, shown)
+    else:
+        chosen = choose_files(names, shown)
+        if not chosen:
+            if hub.is_cache_folder(shown, names):
+                return replace(_folder(hub.snapshot_of(shown)), where=shown)
+            raise nothing_in(shown, names, _folders_with_weights(shown, names))
+        found = Found(shown, tuple(_source(os.path.join(shown, name)) for name in chosen))
+        for source in found.files:
+            _check_shard(source, "")
+    taken = {os.path.basename(source.path) for source in found.files}
+    others = sorted(name for name in names if name.lower().endswith(SUFFIX) and name not in taken)
+    return replace(found, left_out=tuple(others))
+
+
+def _folders_with_weights(shown: str, names: list[str]) -> list[str]:
+    """Subfolders (of the first hundred entries) that have safetensors files: diffusers keeps them there."""
+    folders = []
+    for name in sorted(names)[:100]:
+        try:
+            inside = os.listdir(os.path.join(shown, name))
+        except OSError:  # a file, or a folder that is not ours to read
+            continue
+        if any(entry.endswith(SUFFIX) for entry in inside):
+            folders.append(name)
+    return folders
+
+
+def _index(folder: str, name: str, where: str) -> Found:
+    path = os.path.join(folder, name)
+    weights = parse_index(_index_text(path), path)
+    members = sorted(set(weights.values()), key=natural_key)
+    files = tuple(_source(os.path.join(folder, member), member) for member in members)
+    for source in files:
+        _check_shard(source, f" (the index {quote(name)} lists it)")
+    return Found(where, files, weights)
+
+
+def _index_text(path: str) -> bytes:
+    try:
+        with open(path, "rb", opener=_open_regular) as file:
+            text = file.read(_LARGEST_INDEX + 1)
+    except OSError as error:
+        raise refused(error, path, "read") from None
+    if len(text) > _LARGEST_INDEX:
+        raise CheckpointError(f"{clean(path)}: the index has more than {_LARGEST_INDEX:,} bytes")
+    return text
+
+
+def _open_regular(path: str, flags: int) -> int:
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise not_a_file(path, mode)
+    return fd
+
+
+def _check_shard(source: Source, said: str) -> None:
+    mode = _mode_of(source.path)
+    if mode is None:
+        missing = nothing_at(source.path)
+        raise CheckpointError(f"{missing}. A shard is missing{said}; download or copy it again")
+    if not stat.S_ISREG(mode):
+        raise not_a_file(source.path, mode, said)

@@ -1,0 +1,110 @@
+"""What went wrong at a path, in words: errors of the operating system as errors of this package."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from tensorlift.errors import CheckpointError, CheckpointNotFoundError, FileError, MachineError, ReadError
+from tensorlift.format.listing import SUFFIX
+from tensorlift.format.nearest import nearest
+from tensorlift.format.quoting import clean, plural, quote
+
+__all__ = ["not_a_file", "nothing_at", "nothing_in", "refused"]
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+# Other formats whose files are worth naming where a folder has no safetensors file.
+_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
+
+
+def refused(error: OSError, path: str, doing: str) -> FileError | MachineError:
+    """The package's error for one of the system's; `doing` says what was tried ("opened", "listed")."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return nothing_at(path)
+    reason = error.strerror or str(error)
+    hint = {
+        errno.EACCES: "; check its permissions and those of its folders",
+        errno.EPERM: "; check its permissions and those of its folders",
+        errno.ELOOP: "; its symbolic links lead in a circle",
+        errno.EMFILE: "; raise the limit of open files (ulimit -n)",
+        errno.ENAMETOOLONG: "; change to a folder nearer to it, or give a shorter path",
+    }.get(error.errno or 0, "")
+    failure = ReadError(f"{clean(path)}: could not be {doing}: {reason}{hint}")
+    failure.errno = error.errno  # not filename too: with it, str() leaves out the message
+    return failure
+
+
+def not_a_file(path: str, mode: int, folder_hint: str = "") -> CheckpointError:
+    """For a path that leads to something that is no regular file."""
+    kind = next((name for test, name in _KINDS if test(mode)), "no regular file")
+    hint = folder_hint if stat.S_ISDIR(mode) else "; only regular files can be loaded"
+    return CheckpointError(f"{clean(path)}: wanted a safetensors file, found {kind}{hint}")
+
+
+def nothing_at(path: str, more: str = "") -> CheckpointNotFoundError:
+    """For a path where nothing is, with what may have been meant."""
+    return _not_found(f"{clean(path) or quote(path)}: {_why_nothing(path)}{more}")
+
+
+def nothing_in(path: str, names: list[str], folders: list[str]) -> CheckpointNotFoundError:
+    """For a folder without a safetensors file; `folders` are those inside it that have some."""
+    if folders:
+        shown = ", ".join(quote(name) for name in folders[:5])
+        instead = f"there are some in the folders {shown} inside it: give the path of one of these"
+    elif not names:
+        instead = "it is empty"
+    else:
+        found = sorted({s for n in names for s in [os.path.splitext(n)[1].lower()] if s in _WEIGHTS})
+        shown = ", ".join(quote(name) for name in sorted(names)[:5])
+        rest = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+        instead = f"it has {shown}{rest}"
+        if found:
+            instead += f"; weights in {', '.join(found)} have to be converted to safetensors first"
+    return _not_found(f"{clean(path)}: no *{SUFFIX} file in this folder: {instead}")
+
+
+def _not_found(text: str) -> CheckpointNotFoundError:
+    error = CheckpointNotFoundError(text)
+    error.errno = errno.ENOENT
+    return error
+
+
+def _why_nothing(path: str) -> str:
+    if not path:
+        return "the path is empty"
+    if path.startswith("~"):
+        return "no such file or folder ('~' is not expanded here: use os.path.expanduser)"
+    if "://" in path:
+        return "this is an address; only local paths and Hub ids ('organisation/name') can be loaded"
+    if os.path.islink(path):
+        target = os.readlink(path)
+        return (
+            f"a symbolic link to {quote(target)}, which is not there (a download that was not finished, or "
+            "a cache that was pruned)"
+        )
+    parent = path
+    while parent and not os.path.isdir(parent):
+        parent, child = os.path.dirname(parent.rstrip("/")), os.path.basename(parent.rstrip("/"))
+        if os.path.isfile(parent):
+            return f"no such file or folder: {quote(parent)} is a file"
+        if not parent or os.path.isdir(parent):
+            return f"no such file or folder{_similar(parent or '.', child)}"
+    return "no such file or folder"
+
+
+def _similar(folder: str, name: str) -> str:
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return ""
+    close = nearest(name, names)
+    if close:
+        return f"; in {quote(folder)} there is {' and '.join(map(quote, close))}"
+    return f"; {quote(folder)} has {plural(len(names), 'other entry').replace('entrys', 'entries')}"
