@@ -171,8 +171,8 @@ def listed_in_structure(text: str) -> dict[str, str]:
     for line in text.splitlines():
         if heading := re.match(r"#+ .*`([\w./-]+/)`", line):
             base = heading.group(1)
-        elif item := re.match(r"- `([\w./-]+)`: (.+)", line):
-            listed[base + item.group(1)] = item.group(2)
+        elif item := re.match(r"- ((?:`[\w./-]+`(?:, )?)+): (.+)", line):
+            listed |= {base + name: item.group(2) for name in re.findall(r"`([^`]+)`", item.group(1))}
     return listed
 
 
