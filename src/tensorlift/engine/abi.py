@@ -112,6 +112,7 @@ class Stats(_Structure):
         ("slot_wait_ns", _u64),
         ("threads", _u32),
         ("open_files", _u32),
+        ("notes", ctypes.c_char * 512),
     ]
 
 

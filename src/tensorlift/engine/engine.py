@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,12 @@ class Engine:
             ctypes.byref(options), ctypes.byref(handle), ctypes.byref(error)
         )
         self._check(status, error)
+        if handle.value is None:
+            raise MachineError("the library made no engine and gave no reason")
         self._handle: int | None = handle.value
         self._landed = self._abi.call["tl_engine_landed"](self._handle)
-        # Not at exit: threads of the engine touch no Python, and destinations may be gone in any order by then.
+        self._users, self._idle, self._gone = 0, threading.Condition(), threading.Event()
+        # Also at exit: reads under way must end before the memory that they fill goes.
         self._finalizer = weakref.finalize(self, _destroy, self._abi, self._handle)
 
     def __enter__(self) -> Engine:
@@ -75,61 +79,54 @@ class Engine:
         """Whether close() was called."""
         return self._handle is None
 
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The files added, by their index."""
+        return tuple(self._shards)
+
     def add_file(self, shard: Shard) -> int:
         """Names a file for pieces; returns its index. It must still be the file whose header was read."""
-        index, error = ctypes.c_int32(-1), abi.Error()
-        status = self._abi.call["tl_engine_add_file"](
-            self._open(), shard.absolute, shard.device, shard.inode, shard.nbytes, ctypes.byref(index), ctypes.byref(error)
-        )
-        self._check(status, error)
+        index = ctypes.c_int32(-1)
+        identity = (shard.absolute, shard.device, shard.inode, shard.nbytes)
+        self._call("tl_engine_add_file", *identity, ctypes.byref(index))
         self._shards.append(shard)
         return index.value
 
     def submit(self, pieces: npt.NDArray[Any], stream: int = 0) -> int:
-        """Appends pieces (an array of plan.pieces.PIECE); returns the ticket that says that all so far have landed.
+        """Appends pieces (an array of plan.pieces.PIECE); returns the ticket of all that were submitted so far.
 
         With a device, the copies wait for the work that ``stream`` (a handle of the driver) holds now.
         """
         pieces = np.ascontiguousarray(pieces, PIECE)
-        ticket, error = ctypes.c_uint64(), abi.Error()
-        status = self._abi.call["tl_engine_submit"](
-            self._open(), pieces.ctypes.data, len(pieces), stream, ctypes.byref(ticket), ctypes.byref(error)
-        )
-        self._check(status, error)
+        ticket = ctypes.c_uint64()
+        self._call("tl_engine_submit", pieces.ctypes.data, len(pieces), stream, ctypes.byref(ticket))
         return ticket.value
 
     @property
     def landed(self) -> int:
         """Number of leading pieces that have landed; read from memory."""
-        self._open()
-        return int(self._landed[0])
+        with self._using():
+            return int(self._landed[0])
 
     def wait(self, ticket: int, tick: Callable[[], object] | None = None) -> None:
         """Waits, without the GIL, until the pieces below ``ticket`` have landed; raises what stopped them.
 
         ``tick`` is called between slices of at most 100 ms; what it raises comes out.
         """
-        if self.landed >= ticket and os.getpid() == self._pid:
+        if os.getpid() == self._pid and self.landed >= ticket:
             return
-        error = abi.Error()
-        wait = self._abi.call["tl_engine_wait"]
-        while True:
-            status = wait(self._open(), ticket, _SLICE_MILLISECONDS, ctypes.byref(error))
-            if status != Status.PENDING:
-                break
+        while self._call("tl_engine_wait", ticket, _SLICE_MILLISECONDS) == Status.PENDING:
             if tick is not None:
                 tick()
-        self._check(status, error)
 
     def stream_wait(self, stream: int) -> None:
         """Makes a stream of the device wait for all copies issued so far, without waiting on the host."""
-        error = abi.Error()
-        self._check(self._abi.call["tl_engine_stream_wait"](self._open(), stream, ctypes.byref(error)), error)
+        self._call("tl_engine_stream_wait", stream)
 
     def stats(self) -> abi.Stats:
         """The engine's counters now."""
-        stats, error = abi.Stats(), abi.Error()
-        self._check(self._abi.call["tl_engine_stats"](self._open(), ctypes.byref(stats), ctypes.byref(error)), error)
+        stats = abi.Stats()
+        self._call("tl_engine_stats", ctypes.byref(stats))
         return stats
 
     def bytes_done(self) -> int:
@@ -138,42 +135,66 @@ class Engine:
 
     def file_info(self, file: int) -> abi.FileInfo:
         """What was decided for a file of add_file."""
-        info, error = abi.FileInfo(), abi.Error()
-        status = self._abi.call["tl_engine_file_info"](self._open(), file, ctypes.byref(info), ctypes.byref(error))
-        self._check(status, error)
+        info = abi.FileInfo()
+        self._call("tl_engine_file_info", file, ctypes.byref(info))
         return info
-
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        """The files added, by their index."""
-        return tuple(self._shards)
 
     def cancel(self) -> None:
         """Starts no further read; waits raise from now on. Nothing after close()."""
-        if self._handle is not None:
-            self._abi.call["tl_engine_cancel"](self._handle, ctypes.byref(abi.Error()))
+        if not self.closed:
+            with contextlib.suppress(RequestError):
+                self._call("tl_engine_cancel")
 
     def close(self) -> None:
-        """Cancels, waits for reads and copies under way, frees all. After it no byte is written anywhere."""
-        if self._handle is not None:
-            self._handle = None
-            self._finalizer()
+        """Cancels, waits for reads and copies under way, frees all. After it no byte is written anywhere.
 
-    def _open(self) -> int:
-        if self._handle is None:
-            raise RequestError("the engine is closed")
-        return self._handle
+        Other threads that wait get an error; a second close() returns when the first is through.
+        """
+        with self._idle:
+            first, self._handle = self._handle, None
+            if first is not None:
+                self._abi.call["tl_engine_cancel"](first, ctypes.byref(abi.Error()))
+                # A call of another thread must not find its engine freed under it.
+                self._idle.wait_for(lambda: self._users == 0)
+        if first is None:
+            self._gone.wait()
+            return
+        try:
+            self._finalizer()
+        finally:
+            self._gone.set()
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[int]:
+        """The handle, kept alive inside."""
+        with self._idle:
+            if self._handle is None:
+                raise RequestError("the engine is closed")
+            handle = self._handle
+            self._users += 1
+        try:
+            yield handle
+        finally:
+            with self._idle:
+                self._users -= 1
+                self._idle.notify_all()
+
+    def _call(self, name: str, *arguments: object) -> int:
+        """Calls a function that takes the engine first and an error last."""
+        error = abi.Error()
+        with self._using() as handle:
+            status = int(self._abi.call[name](handle, *arguments, ctypes.byref(error)))
+        if status != Status.PENDING:
+            self._check(status, error)
+        return status
 
     def _check(self, status: int, error: abi.Error) -> None:
         if status == Status.OK:
             return
-        failure = Failure(
-            status, error.text, error.os_errno, error.driver_code, error.offset, error.wanted, error.got
-        )
+        numbers = (error.os_errno, error.driver_code, error.offset, error.wanted, error.got)
         shard = self._shards[error.file] if 0 <= error.file < len(self._shards) else None
-        raise exception_of(failure, shard)
+        raise exception_of(Failure(status, error.text, *numbers), shard)
 
 
 def _destroy(library: abi.Abi, handle: int) -> None:
-    with contextlib.suppress(MachineError):
-        library.call["tl_engine_destroy"](handle, ctypes.byref(abi.Error()))
+    library.call["tl_engine_destroy"](handle, ctypes.byref(abi.Error()))

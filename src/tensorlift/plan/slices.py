@@ -29,13 +29,16 @@ _ALLOWED = "integers, slices with a positive step, ..., None, and one list of in
 class Slice:
     """What an index asks for. ``blocks`` are offsets in bytes from the start of the tensor, all of one length.
 
-    With the blocks one after another in memory, the elements of the result are those at ``block_items`` (or, for
-    ``whole``, all of them in order) of each block; ``shape`` is the shape of the result.
+    With the blocks one after another in memory, the result is: a view of (blocks, \*inner_sizes) with strides of
+    (items in a block, \*inner_strides), both in items; of its dimension ``1 + dim`` the positions of each pick; then
+    shape ``shape``. Where ``whole`` is true that is the memory itself.
     """
 
     shape: tuple[int, ...]
     blocks: Extents
-    block_items: Ints
+    inner_sizes: tuple[int, ...]
+    inner_strides: tuple[int, ...]
+    picks: tuple[tuple[int, Ints], ...]
     whole: bool
 
     @property
@@ -46,45 +49,74 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """The positions taken along one dimension; ``kept``: whether the dimension is in the result."""
+    """The positions taken along one dimension: a range for a slice, else an array; ``kept``: is it in the result."""
 
-    positions: Ints
+    positions: range | Ints
     kept: bool
+
+    @property
+    def low(self) -> int:
+        return int(self.positions[0] if isinstance(self.positions, range) else self.positions.min())
+
+    @property
+    def high(self) -> int:
+        return int(self.positions[-1] if isinstance(self.positions, range) else self.positions.max())
+
+    @property
+    def widest_step(self) -> int:
+        if isinstance(self.positions, range):
+            return self.positions.step if len(self.positions) > 1 else 0
+        return int(np.diff(np.unique(self.positions)).max(initial=0))
 
 
 def slice_tensor(shape: Sequence[int], item_nbytes: int, index: Any) -> Slice:
     """The bytes of ``tensor[index]`` for a contiguous tensor.
 
     Allowed are integers, slices with a positive step, Ellipsis, None and one list (or 1-d array) of integers. Raises
-    IndexError, as numpy and torch do, for what is out of bounds or not allowed.
+    IndexError or ValueError, as torch does, for what is out of bounds or not allowed.
     """
     entries = list(index) if isinstance(index, tuple) else [index]
     axes, result = _axes(shape, entries)
-    strides = [item_nbytes * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if 0 in result:
         nothing = np.zeros(0, np.int64)
-        return Slice(tuple(result), Extents(nothing, nothing), nothing, True)
+        return Slice(tuple(result), Extents(nothing, nothing), (), (), (), True)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
-    # From the innermost dimension outwards, for as long as the gaps stay small.
-    inner, cover = len(axes), item_nbytes
-    items = np.zeros(1, np.int64)
-    for dim in range(len(axes) - 1, -1, -1):
-        taken = np.unique(axes[dim].positions)
-        gap = int(np.diff(taken).max(initial=0)) * strides[dim] - cover if len(taken) > 1 else 0
-        if gap >= PAGE:
+    # From the innermost dimension outwards, for as long as the gaps stay small; sizes are in items.
+    inner, cover = len(axes), 1
+    while inner > 0:
+        axis = axes[inner - 1]
+        gap = axis.widest_step * strides[inner - 1] - cover
+        if gap * item_nbytes >= PAGE:
             break
-        low = int(taken[0])
-        steps = (axes[dim].positions - low) * (strides[dim] // item_nbytes)
-        items = (steps[:, None] + items[None, :]).reshape(-1)
-        cover += (int(taken[-1]) - low) * strides[dim]
-        inner = dim
-    start = sum(int(axes[dim].positions.min()) * strides[dim] for dim in range(inner, len(axes)))
+        inner -= 1
+        cover += (axis.high - axis.low) * strides[inner]
+    start = sum(axis.low * stride for axis, stride in zip(axes[inner:], strides[inner:], strict=True))
     offsets = np.full(1, start, np.int64)
-    for dim in range(inner):
+    for axis, stride in zip(axes[:inner], strides[:inner], strict=True):
         # Blocks in the order of the result: an outer dimension varies slower than those inside it.
-        offsets = (offsets[:, None] + (axes[dim].positions * strides[dim])[None, :]).reshape(-1)
-    whole = len(items) * item_nbytes == cover and bool((np.diff(items) == 1).all())
-    return Slice(tuple(result), Extents(offsets, offsets + cover), items, whole)
+        offsets = (offsets[:, None] + np.asarray(axis.positions, np.int64)[None, :] * stride).reshape(-1)
+    starts = offsets * item_nbytes
+    sizes, steps, picks = _inner(axes[inner:], strides[inner:])
+    whole = math.prod(sizes) == cover and not picks
+    return Slice(tuple(result), Extents(starts, starts + cover * item_nbytes), sizes, steps, picks, whole)
+
+
+def _inner(
+    axes: Sequence[_Axis], strides: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, Ints], ...]]:
+    """Sizes and strides of the view of a block, and what is picked from it."""
+    sizes, steps, picks = [], [], []
+    for dim, (axis, stride) in enumerate(zip(axes, strides, strict=True)):
+        if isinstance(axis.positions, range):
+            sizes.append(len(axis.positions))
+            steps.append(stride * axis.positions.step)
+        else:
+            sizes.append(axis.high - axis.low + 1)
+            steps.append(stride)
+            if axis.kept:
+                picks.append((dim, axis.positions - axis.low))
+    return tuple(sizes), tuple(steps), tuple(picks)
 
 
 def _axes(shape: Sequence[int], entries: list[Any]) -> tuple[list[_Axis], list[int]]:
@@ -126,7 +158,7 @@ def _axis(entry: Any, dim: int, size: int) -> _Axis:
     if isinstance(entry, slice):
         if entry.step is not None and operator.index(entry.step) <= 0:
             raise ValueError(f"step must be greater than zero, dimension {dim} has {entry.step}")
-        return _Axis(np.arange(*entry.indices(size), dtype=np.int64), True)
+        return _Axis(range(*entry.indices(size)), True)
     if isinstance(entry, (bool, np.bool_)):
         raise IndexError(f"index {entry!r} for dimension {dim} is not supported; allowed are {_ALLOWED}")
     try:

@@ -1,0 +1,100 @@
+"""Model weights into accelerator memory at the speed of the hardware.
+
+    state = tensorlift.load("model.safetensors", device="cuda:0")
+    with tensorlift.open(path, device="cuda:0") as weights:
+        for name, tensor in weights: ...
+    tensorlift.load_into(model, path)
+
+Importing this package loads neither torch nor the native library, and starts nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from tensorlift.errors import (
+    BackendError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    DeviceError,
+    DriverError,
+    DtypeError,
+    FileError,
+    HeaderError,
+    LibraryError,
+    MachineError,
+    MismatchError,
+    OptionError,
+    OutOfMemoryError,
+    ReadError,
+    RequestError,
+    TensorliftError,
+    TensorNotFoundError,
+    TruncatedError,
+)
+from tensorlift.options import LoadOptions
+from tensorlift.stats import LoadStats
+
+if TYPE_CHECKING:
+    from tensorlift.compat import load_file, safe_open
+    from tensorlift.loading import Weights, load, load_into, open
+
+__all__ = [
+    "BackendError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "DeviceError",
+    "DriverError",
+    "DtypeError",
+    "FileError",
+    "HeaderError",
+    "LibraryError",
+    "LoadOptions",
+    "LoadStats",
+    "MachineError",
+    "MismatchError",
+    "OptionError",
+    "OutOfMemoryError",
+    "ReadError",
+    "RequestError",
+    "TensorNotFoundError",
+    "TensorliftError",
+    "TruncatedError",
+    "Weights",
+    "__version__",
+    "load",
+    "load_file",
+    "load_into",
+    "open",
+    "safe_open",
+]
+
+_LATER = {
+    "Weights": "loading",
+    "load": "loading",
+    "load_file": "compat",
+    "load_into": "loading",
+    "open": "loading",
+    "safe_open": "compat",
+}
+
+try:
+    __version__ = metadata.version("tensorlift")
+except metadata.PackageNotFoundError:  # run from a source tree
+    __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what needs torch at its first use."""
+    if name in _LATER:
+        value = getattr(importlib.import_module(f"tensorlift.{_LATER[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

@@ -1,0 +1,204 @@
+"""Filling tensors that exist: in place where that can be, by a converting copy where not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tensorlift.engine.sizing import budget
+from tensorlift.errors import MismatchError, TensorNotFoundError
+from tensorlift.format.checkpoint import Checkpoint, Names
+from tensorlift.options import LoadOptions
+from tensorlift.plan.arenas import Rules
+from tensorlift.stats import LoadStats, merged, reporter
+from tensorlift.tensors import memory as memories
+from tensorlift.tensors.destinations import Match, Target, match, tensors_of
+from tensorlift.tensors.direct import Direct
+from tensorlift.tensors.transfer import Clock, Transfer
+from tensorlift.tensors.views import check_expressible
+
+__all__ = ["Filled", "fill"]
+
+Report = Callable[[int, int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What load_into did; the first two are named as in torch's load_state_dict."""
+
+    missing_keys: list[str]
+    """Names of the model that the checkpoint lacks."""
+    unexpected_keys: list[str]
+    """Names of the checkpoint that the model lacks."""
+    stats: LoadStats
+
+
+def fill(
+    model: object,
+    checkpoint: Checkpoint,
+    rows: npt.NDArray[np.int64],
+    names: Names,
+    strict: bool,
+    options: LoadOptions,
+    clock: Clock,
+) -> Filled:
+    """Fills the tensors of ``model`` from the selected ``rows``; see loading.load_into."""
+    with clock.phase("plan"):
+        tensors = tensors_of(model)
+        found = match(tensors, checkpoint, rows.tolist(), _asked(names, list(tensors)))
+        if strict:
+            _check_names(found, checkpoint)
+        check_expressible(checkpoint, np.array(sorted(t.row for t in found.targets), np.int64))
+        spaces = {device: memories.for_device(device) for device in _devices(found.targets)}
+        directs = [
+            Direct(checkpoint, targets, spaces[device], options)
+            for device, targets in _by_device(found.direct).items()
+        ]
+    copies = _by_device([*found.copied, *found.ordered])
+    transfers: list[Transfer] = []
+    with contextlib.ExitStack() as stack:
+        report = stack.enter_context(reporter(options.progress))
+        for direct in directs:
+            stack.callback(direct.close)
+        progress = _Progress(report, checkpoint, found.targets, [*directs])
+        for direct in directs:
+            direct.start()
+        with clock.phase("read"):
+            for direct in directs:
+                direct.wait(progress.tick)
+        held: dict[str, torch.Tensor] = {}
+        stack.callback(held.clear)
+        ordered = {target.name for target in found.ordered}
+        for device, targets in copies.items():
+            transfers.append(_copying(checkpoint, targets, spaces[device], options, clock))
+            stack.callback(transfers[-1].close)
+            progress.parts.append(transfers[-1])
+            _copy_all(transfers[-1], targets, ordered, held, progress.tick)
+        with clock.phase("hand_out"):
+            for target in found.ordered:
+                _copy(target.tensor, held.pop(target.name))
+        progress.finish()
+    _bump_versions(found.direct)
+    parts = [direct.stats() for direct in directs] + [transfer.stats() for transfer in transfers]
+    used = np.array([target.row for target in found.targets], np.int64)
+    stats = merged(parts, seconds=dict(clock.seconds), files=len(np.unique(checkpoint.shard_of[used])))
+    return Filled(found.missing, found.unexpected, stats)
+
+
+def _asked(names: Names, known: list[str]) -> Callable[[str], bool]:
+    """Whether a filter means a name of the model."""
+    if names is None:
+        return lambda name: True
+    empty = np.zeros(0, np.int64)
+    table = Checkpoint((), known, empty.astype(np.int32), empty.astype(np.uint8), empty, empty, [], "the model")
+    meant: set[str] = set()
+    for one in names if isinstance(names, list) else [names]:
+        # What matches nothing in the model was found in the checkpoint: it will be unexpected there.
+        with contextlib.suppress(TensorNotFoundError):
+            meant.update(known[row] for row in table.select(one).tolist())
+    return meant.__contains__
+
+
+def _check_names(found: Match, checkpoint: Checkpoint) -> None:
+    if not found.missing and not found.unexpected:
+        return
+    parts = []
+    for names, text in ((found.missing, "not in the checkpoint"), (found.unexpected, "not in the model")):
+        if names:
+            more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+            parts.append(f"{len(names)} {text}: {', '.join(map(repr, names[:20]))}{more}")
+    raise MismatchError(
+        f"{checkpoint.where}: checkpoint and model have different names: {'; '.join(parts)}; "
+        "pass strict=False to load what fits"
+    )
+
+
+def _devices(targets: list[Target]) -> list[torch.device]:
+    return list(dict.fromkeys(target.tensor.device for target in targets))
+
+
+def _by_device(targets: list[Target]) -> dict[torch.device, list[Target]]:
+    groups: dict[torch.device, list[Target]] = {}
+    for target in targets:
+        groups.setdefault(target.tensor.device, []).append(target)
+    return groups
+
+
+def _copying(
+    checkpoint: Checkpoint,
+    targets: list[Target],
+    memory: memories.Memory,
+    options: LoadOptions,
+    clock: Clock,
+) -> Transfer:
+    device = memory.native_kind != 0
+    limits = budget(options, device=device, free=memory.free_bytes())
+    rows = np.array(sorted(target.row for target in targets), np.int64)
+    return Transfer(checkpoint, rows, memory, options, Rules(limits.arena_size, device, uniform=True), clock)
+
+
+def _copy_all(
+    transfer: Transfer,
+    targets: list[Target],
+    ordered: set[str],
+    held: dict[str, torch.Tensor],
+    tick: Callable[[], object] | None,
+) -> None:
+    """Copies what comes into its destination, one batch ahead; what must keep an order goes to ``held``."""
+    by_name = {target.name: target.tensor for target in targets}
+    for batch in range(transfer.batch_count):
+        ahead = min(batch + 2, transfer.batch_count)
+        if transfer.submitted < ahead:
+            transfer.submit(ahead - transfer.submitted)
+        transfer.wait(batch, tick)
+        made = transfer.tensors(batch)
+        with transfer.clock.phase("hand_out"):
+            for name, tensor in zip(transfer.names(batch), made, strict=True):
+                if name in ordered:
+                    held[name] = tensor
+                else:
+                    _copy(by_name[name], tensor)
+        del made, tensor
+        transfer.finish(batch)
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.inference_mode(destination.is_inference()), torch.no_grad():
+        destination.copy_(source)
+
+
+def _bump_versions(targets: list[Target]) -> None:
+    """Autograd has to see that the engine changed these in place; inference tensors keep no version."""
+    for target in targets:
+        if not target.tensor.is_inference():
+            torch.autograd.graph.increment_version(target.tensor)
+
+
+class _Progress:
+    """Sums what several engines have done."""
+
+    def __init__(
+        self,
+        report: Report | None,
+        checkpoint: Checkpoint,
+        targets: list[Target],
+        parts: list[Direct | Transfer],
+    ) -> None:
+        self._report, self.parts = report, parts
+        self._total = int(checkpoint.sizes[[target.row for target in targets]].sum()) if targets else 0
+
+    @property
+    def tick(self) -> Callable[[], object] | None:
+        report = self._report
+        if report is None:
+            return None
+        return lambda: report(min(sum(part.bytes_done() for part in self.parts), self._total), self._total)
+
+    def finish(self) -> None:
+        if self._report is not None:
+            self._report(self._total, self._total)
