@@ -113,4 +113,26 @@ TEST(drain_nothing_is_written_after_destroy) {
     }
 }
 
+TEST(drain_covers_copies_whose_event_failed) {
+    // Such a copy is in the stream, but no event tells when it is over.
+    Fixture f;
+    for (const int kind : kDevices) {
+        for (const int turn : {2, 3, 5}) {
+            const StandIn &device = standin(kind);
+            device.set_copy_delay_us(kLate);
+            device.fail(kind == TL_DEVICE_CUDA ? "cuEventRecord" : "hipEventRecord", turn, 999);
+            Bytes memory(kBytes, kCanary);
+            Engine engine(options_for(kind));
+            engine.submit({f.whole(memory, engine.add(f.path(), kBytes))});
+            REQUIRE_EQ(engine.wait(), TL_ERR_DRIVER);
+            engine.destroy();
+            const Bytes after = memory;
+            device.drain();
+            REQUIRE_EQ(device.lost_copies(), 0u);
+            REQUIRE(after == memory);
+            device.require_clean();
+        }
+    }
+}
+
 TEST_MAIN
