@@ -149,9 +149,9 @@ def _expanded(ndim: int, entries: list[Any]) -> list[Any]:
     dots = [at for at, entry in enumerate(entries) if entry is Ellipsis]
     if not dots:
         return entries + fill
-    # A second Ellipsis stands for no dimension, as in torch.
-    rest = [entry for entry in entries[dots[0] + 1 :] if entry is not Ellipsis]
-    return entries[: dots[0]] + fill + rest
+    if len(dots) > 1:
+        raise IndexError("an index can have one ellipsis (...) only")
+    return entries[: dots[0]] + fill + entries[dots[0] + 1 :]
 
 
 def _axis(entry: Any, dim: int, size: int) -> _Axis:

@@ -22,9 +22,10 @@ from tensorlift.engine import abi
 from tensorlift.errors import DtypeError
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint
+from tensorlift.plan.slices import Slice
 from tensorlift.tensors.memory import Arena, Memory
 
-__all__ = ["Table", "collector_paused", "torch_dtype", "torch_shape"]
+__all__ = ["Table", "check_expressible", "collector_paused", "integers_of", "sliced", "torch_dtype", "torch_shape"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -198,3 +199,33 @@ class Table:
             for at in np.flatnonzero(ids == number).tolist():
                 made[at] = made[at].view(dtype)
         return made
+
+
+def integers_of(arena: Arena, item_nbytes: int, memory: Memory) -> torch.Tensor:
+    """All of an arena as integers of 1, 2, 4 or 8 bytes, in one dimension."""
+    code, bits, lanes = _STAND_INS[item_nbytes]
+    spec = abi.CapsuleSpec(
+        np.zeros(1, np.uint64),
+        np.array([code], np.uint8),
+        np.array([bits], np.uint8),
+        np.array([lanes], np.uint16),
+        np.ones(1, np.int32),
+        np.array([arena.nbytes // item_nbytes], np.int64),
+    )
+    with torch.inference_mode(False):
+        (capsule,) = abi.library().capsules(arena.handle, arena.address, spec, memory.dlpack_device)
+        return _from_dlpack(capsule)
+
+
+def sliced(flat: torch.Tensor, part: Slice, dtype: torch.dtype) -> torch.Tensor:
+    """The result of an index from the blocks that were read for it, as integers of the item's size."""
+    with torch.inference_mode(False), torch.no_grad():
+        if not part.whole:
+            blocks = len(part.blocks.starts)
+            sizes, strides = (blocks, *part.inner_sizes), (len(flat) // blocks, *part.inner_strides)
+            view = flat.as_strided(sizes, strides)
+            for dim, positions in part.picks:
+                view = view.index_select(dim + 1, torch.from_numpy(positions).to(flat.device))
+            # A copy of its own: what was read for the gaps goes.
+            flat = view.contiguous()
+        return flat.reshape(-1).view(dtype).view(part.shape)

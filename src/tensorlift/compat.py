@@ -1,0 +1,211 @@
+"""The face of safetensors: safe_open and load_file with its signatures, for one file or for lists of them.
+
+Differences: a device's bytes are there for work on the current stream, every tensor owns its memory, errors are of the
+tree below TensorliftError, and an index may hold one list of integers at most.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorlift import sources
+from tensorlift.engine.engine import Engine
+from tensorlift.engine.sizing import size_engine
+from tensorlift.errors import OptionError, RequestError
+from tensorlift.format import dtypes
+from tensorlift.loading import LoadedState, load
+from tensorlift.options import LoadOptions
+from tensorlift.plan.pieces import merge_pieces, new_pieces
+from tensorlift.plan.slices import Slice, slice_tensor
+from tensorlift.tensors import memory as memories
+from tensorlift.tensors.views import Table, integers_of, sliced
+
+__all__ = ["TensorSlice", "load_file", "safe_open"]
+
+_FRAMEWORKS = ("pt", "torch", "pytorch")
+
+
+def load_file(
+    filename: Any, device: str | int | torch.device = "cpu", **options: object
+) -> LoadedState:
+    """All tensors of a file (or a list of files, a folder, a Hub id) by name; see loading.load."""
+    return load(filename, device, **options)
+
+
+class safe_open:  # noqa: N801 - the name that safetensors gives it
+    """Opens a file, or a list of them, for tensors in any order; a context manager, usable from several threads.
+
+    filename: as for loading.load. framework: "pt" (also "torch", "pytorch"). device and options: as for loading.load.
+    Headers are read here, data when a tensor or a slice is asked for.
+    """
+
+    def __init__(
+        self, filename: Any, framework: str, device: str | int | torch.device = "cpu", **options: object
+    ) -> None:
+        """Reads and checks the headers."""
+        if framework not in _FRAMEWORKS:
+            raise OptionError(
+                f"framework is {framework!r}; tensorlift makes torch tensors: expected one of {', '.join(_FRAMEWORKS)} "
+                "(for another framework convert them, or use safetensors itself)"
+            )
+        self._options = LoadOptions.resolve(**options)
+        self._filename, self._device = filename, device
+        self._memory = memories.for_device(device)
+        self._checkpoint = sources.read_headers(sources.find(filename))
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._files: dict[int, int] = {}
+        self._closed = False
+
+    def __enter__(self) -> safe_open:
+        """Itself."""
+        self._check_open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Closes."""
+        self.close()
+
+    def __len__(self) -> int:
+        """Number of tensors."""
+        return len(self._checkpoint.names)
+
+    def close(self) -> None:
+        """Ends it: reads under way are stopped, further calls raise RequestError. Tensors handed out stay."""
+        self._closed = True
+        with self._lock:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def keys(self) -> list[str]:
+        """Names of the tensors, sorted."""
+        self._check_open()
+        return sorted(self._checkpoint.names)
+
+    def offset_keys(self) -> list[str]:
+        """Names of the tensors in file order."""
+        self._check_open()
+        return list(self._checkpoint.names)
+
+    def metadata(self) -> dict[str, str] | None:
+        """The free-form metadata; None where there is none."""
+        self._check_open()
+        found = self._checkpoint.metadata
+        return None if found is None else dict(found)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """One tensor, owned. Raises TensorNotFoundError, DtypeError and what reading raises."""
+        self._check_open()
+        row = self._checkpoint.index(name)
+        table = Table(self._checkpoint, np.array([row]))
+        nbytes = table.nbytes
+        if nbytes == 0:
+            return table.tensors(0, 1, None, np.zeros(1, np.int64), self._memory)[0]
+        start = int(self._checkpoint.starts[row])
+        with self._read(row, np.array([start]), nbytes, 1) as arena:
+            return table.tensors(0, 1, arena, np.zeros(1, np.int64), self._memory)[0]
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name, in file order."""
+        self._check_open()
+        given = {name: getattr(self._options, name) for name in LoadOptions.__dataclass_fields__}
+        return load(self._filename, self._device, **given)
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """A tensor to be indexed: only the bytes that an index asks for are read."""
+        self._check_open()
+        return TensorSlice(self, self._checkpoint.index(name))
+
+    def _slice(self, row: int, index: Any) -> torch.Tensor:
+        self._check_open()
+        table = Table(self._checkpoint, np.array([row]))
+        shape, dtype = table.shape(0), table.dtype(0)
+        part = slice_tensor(shape, int(table.alignments[0]), index)
+        if math.prod(part.shape) == 0:
+            with torch.inference_mode(False):
+                return torch.empty(part.shape, dtype=dtype, device=self._memory.device)
+        return self._read_slice(row, part, table)
+
+    def _read_slice(self, row: int, part: Slice, table: Table) -> torch.Tensor:
+        starts = part.blocks.starts + int(self._checkpoint.starts[row])
+        with self._read(row, starts, part.block_nbytes, len(starts)) as arena:
+            flat = integers_of(arena, int(table.alignments[0]), self._memory)
+            return sliced(flat, part, table.dtype(0))
+
+    @contextmanager
+    def _read(self, row: int, starts: Any, nbytes: int, count: int) -> Iterator[memories.Arena]:
+        """An arena with ``count`` blocks of ``nbytes`` bytes each, from ``starts`` in the tensor's file."""
+        memory = self._memory
+        (arena,) = memory.allocate([nbytes * count])
+        try:
+            engine, file = self._engine_for(row, nbytes * count)
+            try:
+                places = arena.address + np.arange(count, dtype=np.uint64) * np.uint64(nbytes)
+                pieces = merge_pieces(new_pieces(file, starts, np.full(count, nbytes), places))
+                engine.wait(engine.submit(pieces, memory.stream()))
+                if memory.native_kind != 0:
+                    engine.stream_wait(memory.stream())
+                    memory.ready()
+            except BaseException:
+                # The engine may be writing still, and one that failed stays so: the next call makes another.
+                self._drop(engine)
+                raise
+            yield arena
+        finally:
+            arena.release()
+
+    def _engine_for(self, row: int, nbytes: int) -> tuple[Engine, int]:
+        """The engine, made for the largest tensor at the first call, and its index of the tensor's file."""
+        shard = int(self._checkpoint.shard_of[row])
+        with self._lock:
+            self._check_open()
+            if self._engine is None:
+                memory = self._memory
+                largest = int(self._checkpoint.sizes.max(initial=nbytes))
+                size = size_engine(self._options, largest, device=memory.native_kind != 0)
+                self._engine, self._files = Engine(size, memory.native_kind, memory.native_index), {}
+            if shard not in self._files:
+                self._files[shard] = self._engine.add_file(self._checkpoint.shards[shard])
+            return self._engine, self._files[shard]
+
+    def _drop(self, engine: Engine) -> None:
+        with self._lock:
+            if self._engine is engine:
+                self._engine = None
+        engine.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("this file is closed; open it again")
+
+
+class TensorSlice:
+    """A tensor of a file that is read by indexing, as far as it is asked for.
+
+    An index has integers, slices with a positive step, ..., None and at most one list of integers; it raises
+    IndexError or ValueError as torch does. The result is contiguous and owned.
+    """
+
+    def __init__(self, file: safe_open, row: int) -> None:
+        """Made by safe_open.get_slice()."""
+        self._file, self._row = file, row
+
+    def get_shape(self) -> list[int]:
+        """The shape as written in the file (F4 counts half bytes; an index is of torch's shape)."""
+        return list(self._file._checkpoint.shapes[self._row])
+
+    def get_dtype(self) -> str:
+        """The dtype as written in the file, such as "BF16"."""
+        return dtypes.ALL[int(self._file._checkpoint.dtypes[self._row])].code
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Reads a part."""
+        return self._file._slice(self._row, index)
