@@ -17,14 +17,11 @@ def clean(text: str) -> str:
 
 def quote(value: object, longest: int = _LONGEST) -> str:
     """A value out of a file, as in Python source, of at most `longest` characters and an ellipsis."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        # Turning a number of thousands of digits into text is slow, and Python refuses it from 4,300 digits
-        # on.
-        return f"an integer of {value.bit_length():,} bits"
-    text = clean(value[: longest + 1] if isinstance(value, str) else _short_repr(value, longest))
-    if len(text) > longest:
-        text = text[:longest] + "…"
-    return f"'{text}'" if isinstance(value, str) else text
+    if isinstance(value, str):
+        text = clean(value[: longest + 1])
+        return f"'{text[:longest]}…'" if len(text) > longest else f"'{text}'"
+    text = clean(_short_repr(value))
+    return text[:longest] + "…" if len(text) > longest else text
 
 
 def plural(count: int, noun: str) -> str:
@@ -32,13 +29,19 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def _short_repr(value: object, longest: int) -> str:
-    """repr() of a value of JSON, without writing out more of a long one than will be shown."""
+def _short_repr(value: object, depth: int = 3) -> str:
+    """repr() of a value of JSON, without writing out more of a large one than will be shown."""
     if isinstance(value, (list, tuple)):
-        shown = ", ".join(quote(v, longest) for v in value[:20])
-        return f"[{shown}{', …' if len(value) > 20 else ''}]"
+        if value and not depth:
+            return "[…]"
+        items = [quote(v) if isinstance(v, str) else _short_repr(v, depth - 1) for v in value[:20]]
+        return f"[{', '.join(items)}{', …' if len(value) > 20 else ''}]"
     if isinstance(value, dict):
         return "an object" if value else "{}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and value.bit_length() > 256:
+        # Turning a number of thousands of digits into text is slow, and Python refuses it from 4,300 digits
+        # on.
+        return f"an integer of {value.bit_length():,} bits"
     return repr(value)
