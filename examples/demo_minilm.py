@@ -23,12 +23,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers.utils import logging
 
 import tensorlift
 
 SENTENCES = (
-    "A loader moves the weights of a model into memory.",
-    "Reading a network's parameters from disk takes time.",
+    "The weights of the neural network are loaded into memory.",
+    "A program reads a model's parameters from disk.",
     "The cat sleeps on the warm window sill.",
 )
 RUNS = 7
@@ -83,11 +84,13 @@ def model_with_our_weights(folder: Path) -> torch.nn.Module:
     """The architecture from its configuration, its parameters filled in place by tensorlift."""
     torch.manual_seed(0)
     model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
-    tensorlift.load_into(model, folder / "model.safetensors")
+    # The file keeps a table of positions that today's architecture computes; all else has to fit exactly.
+    tensorlift.load_into(model, folder / "model.safetensors", names=lambda name: "position_ids" not in name)
     return model.eval()
 
 
 def main() -> int:
+    logging.disable_progress_bar()
     folder = model_folder()
     file = folder / "model.safetensors"
 

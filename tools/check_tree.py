@@ -73,7 +73,7 @@ def python_functions(source: str) -> Iterator[tuple[int, str, int]]:
 
 
 _NOT_A_FUNCTION = re.compile(
-    r"\s*(namespace|class|struct|union|enum|extern|typedef|if|for|while|switch|else|do|try|case|#|//|\*|/\*)\b"
+    r"\s*(?:#|//|\*|/\*|(?:namespace|class|struct|union|enum|extern|typedef|if|for|while|switch|else|do|try|case)\b)"
 )
 
 

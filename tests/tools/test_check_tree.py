@@ -42,6 +42,7 @@ def test_long_python_function_is_found(tree: Path) -> None:
 def test_c_functions_are_measured() -> None:
     source = (
         "namespace tl {\n"
+        "// pread(2), {\n"
         "int declared(int a);\n"
         "int one() { return 1; }\n"
         "static int two(int a,\n"
@@ -58,7 +59,7 @@ def test_c_functions_are_measured() -> None:
         "};\n"
         "}  // namespace tl\n"
     )
-    assert list(check_tree.c_functions(source)) == [(4, "two", 7), (12, "method", 3)]
+    assert list(check_tree.c_functions(source)) == [(5, "two", 7), (13, "method", 3)]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def command(
     paths: list[str] = typer.Argument(
         metavar="PATH...", help="A file, files, a folder or a Hub id in the cache."
     ),
-    depth: int = typer.Option(3, min=1, help="How many parts of a name make a prefix."),
+    depth: int = typer.Option(4, min=1, help="How many parts of a name make a prefix."),
     tensors: bool = typer.Option(False, "--tensors", help="List every tensor."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
