@@ -27,7 +27,7 @@ _ALLOWED = "integers, slices with a positive step, ..., None, and one list of in
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What an index asks for. ``blocks`` are offsets in bytes from the start of the tensor, all of one length.
+    r"""What an index asks for. ``blocks`` are offsets in bytes from the start of the tensor, all of one length.
 
     With the blocks one after another in memory, the result is: a view of (blocks, \*inner_sizes) with strides of
     (items in a block, \*inner_strides), both in items; of its dimension ``1 + dim`` the positions of each pick; then
