@@ -1,0 +1,189 @@
+"""The verbs on real files: data on stdout, the rest on stderr, exit codes, errors without a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from support.checkpoints import Written, random_checkpoint, write_raw
+from tensorlift.cli.main import app
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return random_checkpoint(tmp_path_factory.mktemp("verbs"), shards=2, tensors=6, seed=3)
+
+
+def run(*arguments: object, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    result = CliRunner(env={"NO_COLOR": "1"} | (env or {})).invoke(app, [str(a) for a in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def program(*arguments: object, **more: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tensorlift", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **more)  # type: ignore[call-overload,no-any-return]
+
+
+def total(written: Written) -> int:
+    return sum(len(raw) for _, _, raw in written.tensors.values())
+
+
+def test_load_reports_each_run_as_json(written: Written) -> None:
+    code, out, err = run("load", written.path, "--repeat", "3", "--json")
+    assert (code, err) == (0, "")
+    record = json.loads(out)
+    assert len(record["runs"]) == 3
+    assert {r["bytes"] for r in record["runs"]} == {total(written)}
+    assert {r["tensors"] for r in record["runs"]} == {len(written.tensors)}
+
+
+def test_load_takes_a_list_of_files(written: Written) -> None:
+    code, out, _ = run("load", *written.files, "--json")
+    assert code == 0
+    assert json.loads(out)["runs"][0]["files"] == 2
+
+
+def test_load_says_median_for_people(written: Written) -> None:
+    code, out, err = run("load", written.path, "--repeat", "2")
+    assert (code, err) == (0, "")
+    assert f"{len(written.tensors)} tensors" in out
+    assert "median of 2:" in out
+
+
+def test_load_takes_only_wanted_names(written: Written) -> None:
+    first = next(iter(written.tensors))
+    code, out, _ = run("load", written.path, "--name", first, "--json")
+    assert code == 0
+    assert json.loads(out)["runs"][0]["tensors"] == 1
+
+
+def test_backend_of_the_command_line_is_used(written: Written) -> None:
+    code, out, _ = run("load", written.path, "--backend", "MMAP", "--backend", "PREAD", "--json")
+    assert code == 0
+    assert list(json.loads(out)["runs"][0]["readers"]) == ["MMAP"]
+
+
+def test_bar_goes_to_stderr_when_asked_for(written: Written) -> None:
+    code, out, err = run("load", written.path, "--json", "--progress")
+    assert code == 0
+    assert json.loads(out)
+    assert "loading" in err
+
+
+def test_no_color_is_honoured(written: Written) -> None:
+    done = program("show", written.path, env=os.environ | {"NO_COLOR": "1", "FORCE_COLOR": "1"})
+    assert done.returncode == 0
+    assert "\x1b[3" not in done.stdout
+
+
+def test_show_sums_up(written: Written) -> None:
+    code, out, err = run("show", written.path, "--json", "--tensors", "--depth", "1")
+    assert (code, err) == (0, "")
+    facts = json.loads(out)
+    assert (facts["tensors"], facts["bytes"]) == (len(written.tensors), total(written))
+    assert sum(entry["bytes"] for entry in facts["dtypes"].values()) == total(written)
+    assert facts["prefixes"] == {"layers.…": {"tensors": len(written.tensors), "bytes": total(written)}}
+    shown = {row["name"]: (row["dtype"], tuple(row["shape"]), row["bytes"]) for row in facts["list"]}
+    assert shown == {
+        name: (code, tuple(shape), len(raw)) for name, (code, shape, raw) in written.tensors.items()
+    }
+    for row in facts["list"]:
+        with open(row["file"], "rb") as stream:
+            stream.seek(row["offset"])
+            assert stream.read(row["bytes"]) == written.tensors[row["name"]][2]
+
+
+def test_show_collapses_numbers(written: Written) -> None:
+    _, out, _ = run("show", written.path, "--json", "--depth", "3")
+    assert list(json.loads(out)["prefixes"]) == ["layers.*.*.…"]
+
+
+def test_show_for_people_names_every_tensor(written: Written) -> None:
+    code, out, _ = run("show", written.path, "--tensors")
+    assert code == 0
+    assert all(name in out for name in written.tensors)
+    assert all(file.name in out for file in written.files)
+
+
+@pytest.mark.parametrize("verb", ["load", "show", "doctor"])
+def test_missing_path_is_1(verb: str, tmp_path: Path) -> None:
+    code, out, err = run(verb, tmp_path / "gone")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: CheckpointNotFoundError\n  ")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("verb", ["load", "show"])
+def test_broken_header_is_1(verb: str, tmp_path: Path) -> None:
+    file = write_raw(tmp_path / "broken.safetensors", b'{"a": ')
+    code, _, err = run(verb, file)
+    assert code == 1
+    assert err.startswith("error: HeaderError\n")
+    assert "broken.safetensors" in err
+
+
+def test_unknown_device_and_tensor_are_2(written: Written) -> None:
+    assert run("load", written.path, "--device", "toaster")[0] == 2
+    code, _, err = run("load", written.path, "--name", "no.such.tensor")
+    assert code == 2
+    assert "no.such.tensor" in err
+
+
+def test_library_that_is_not_there_is_3(written: Written, tmp_path: Path) -> None:
+    gone = {"TENSORLIFT_LIBRARY": str(tmp_path / "gone.so")}
+    code, _, err = run("load", written.path, env=gone)
+    assert code == 3
+    assert err.startswith("error: LibraryError\n")
+    code, out, _ = run("doctor", written.path, "--json", env=gone)
+    assert code == 3
+    assert json.loads(out)["library"]["works"] is False
+
+
+def test_doctor_tells_of_readers_and_devices(written: Written) -> None:
+    code, out, err = run("doctor", written.path, "--json")
+    assert (code, err) == (0, "")
+    facts = json.loads(out)
+    assert {row["name"] for row in facts["backends"]} == {"PREAD", "URING", "MMAP"}
+    assert all(row["works"] or row["reason"] for row in facts["backends"] + facts["devices"])
+    assert facts["file"]["path"].startswith(str(written.path))
+    assert facts["load"]["readers"]
+
+
+def test_doctor_without_a_path_makes_its_own() -> None:
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert "probe.safetensors" in out
+
+
+def test_closed_pipe_is_quiet(tmp_path: Path) -> None:
+    many = random_checkpoint(tmp_path, tensors=3000, elements=4)
+    command = [sys.executable, "-m", "tensorlift", "show", str(many.path), "--tensors", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.read(1)
+        child.stdout.close()
+        assert child.stderr.read() == b""
+        assert child.wait(60) == 141
+
+
+def test_ctrl_c_is_130_without_a_traceback(written: Written) -> None:
+    command = [sys.executable, "-m", "tensorlift", "load", str(written.path), "--repeat", "1000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        # The first run is over: the process is in the middle of its work.
+        child.stdout.readline()
+        child.stdout.readline()
+        child.send_signal(signal.SIGINT)
+        child.stdout.read()
+        err = child.stderr.read()
+        assert child.wait(60) == 130
+    assert err == "interrupted\n"
