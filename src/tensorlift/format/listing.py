@@ -138,16 +138,18 @@ def parse_index(text: bytes, path: str) -> dict[str, str]:
         raise CheckpointError(
             f"{where}: the index has no 'weight_map' object; it is no index of safetensors files"
         )
-    for shard in set(map(_hashable, weights.values())):
-        if type(shard) is not str or not _is_inside(shard):
-            name = next(name for name, value in weights.items() if _hashable(value) == shard)
+    unusable = {shard for shard in set(filter(_is_text, weights.values())) if not _is_inside(shard)}
+    for name, shard in weights.items():
+        if type(shard) is not str or shard in unusable:
             raise CheckpointError(
-                f"{where}: the index puts tensor {quote(name)} in {quote(weights[name])}, which is no name "
-                "of a file inside its folder"
+                f"{where}: the index puts tensor {quote(name)} in {quote(shard)}, which is no name of a file "
+                "inside its folder"
             )
+    for shard in set(weights.values()):
         if foreign_suffix(shard):
             raise CheckpointError(
-                f"{where}: the index lists {quote(shard)}, whose suffix names another format"
+                f"{where}: the index lists {quote(shard)}, which is no safetensors file: its suffix "
+                "stands for another format"
             )
     if not weights:
         raise CheckpointError(f"{where}: the index lists no tensor")
@@ -164,8 +166,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _hashable(value: object) -> object:
-    return value if type(value) is str else repr(type(value))
+def _is_text(value: object) -> bool:
+    return type(value) is str
 
 
 def _is_inside(shard: str) -> bool:
