@@ -29,7 +29,11 @@ def test_exit_code_of_an_error(error: BaseException, code: int) -> None:
     assert code in console.EXIT_CODES
 
 
-def test_error_is_one_block_without_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_is_one_block_without_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TENSORLIFT_DEBUG", raising=False)
+
     @console.guarded
     def verb() -> None:
         raise errors.HeaderError("a.safetensors: bad\nhint: download it again")
