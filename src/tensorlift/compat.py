@@ -1,58 +1,58 @@
 """The face of safetensors: safe_open and load_file with its signatures, for one file or for lists of them.
 
-Differences: a device's bytes are there for work on the current stream, every tensor owns its memory, errors are of the
-tree below TensorliftError, and an index may hold one list of integers at most.
+Differences: a device's bytes are there for work on the current stream, every tensor owns its memory, errors
+are of the tree below TensorliftError, and an index may hold one list of integers at most.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tensorlift import sources
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.sizing import size_engine
+from tensorlift.engine.small import LARGEST, SmallReads
 from tensorlift.errors import OptionError, RequestError
 from tensorlift.format import dtypes
 from tensorlift.loading import LoadedState, load
 from tensorlift.options import LoadOptions
 from tensorlift.plan.pieces import merge_pieces, new_pieces
-from tensorlift.plan.slices import Slice, slice_tensor
+from tensorlift.plan.slices import slice_tensor
 from tensorlift.tensors import memory as memories
-from tensorlift.tensors.views import Table, integers_of, sliced
+from tensorlift.tensors.views import Single, sliced
 
 __all__ = ["TensorSlice", "load_file", "safe_open"]
 
 _FRAMEWORKS = ("pt", "torch", "pytorch")
 
 
-def load_file(
-    filename: Any, device: str | int | torch.device = "cpu", **options: object
-) -> LoadedState:
+def load_file(filename: Any, device: str | int | torch.device = "cpu", **options: Any) -> LoadedState:
     """All tensors of a file (or a list of files, a folder, a Hub id) by name; see loading.load."""
     return load(filename, device, **options)
 
 
 class safe_open:  # noqa: N801 - the name that safetensors gives it
-    """Opens a file, or a list of them, for tensors in any order; a context manager, usable from several threads.
+    """Opens a file, or a list of them, for tensors in any order; a context manager, usable from several
+    threads.
 
-    filename: as for loading.load. framework: "pt" (also "torch", "pytorch"). device and options: as for loading.load.
-    Headers are read here, data when a tensor or a slice is asked for.
+    filename: as for loading.load. framework: "pt" (also "torch", "pytorch"). device and options: as for
+    loading.load. Headers are read here, data when a tensor or a slice is asked for.
     """
 
     def __init__(
-        self, filename: Any, framework: str, device: str | int | torch.device = "cpu", **options: object
+        self, filename: Any, framework: str, device: str | int | torch.device = "cpu", **options: Any
     ) -> None:
         """Reads and checks the headers."""
         if framework not in _FRAMEWORKS:
             raise OptionError(
-                f"framework is {framework!r}; tensorlift makes torch tensors: expected one of {', '.join(_FRAMEWORKS)} "
+                f"framework is {framework!r}; expected one of {', '.join(_FRAMEWORKS)}: tensorlift makes torch tensors "
                 "(for another framework convert them, or use safetensors itself)"
             )
         self._options = LoadOptions.resolve(**options)
@@ -62,6 +62,8 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._files: dict[int, int] = {}
+        in_place = self._memory.native_kind == 0 and self._options.backend in (None, ("AUTO",))
+        self._small = SmallReads() if in_place else None
         self._closed = False
 
     def __enter__(self) -> safe_open:
@@ -84,6 +86,8 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
             engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+        if self._small is not None:
+            self._small.close()
 
     def keys(self) -> list[str]:
         """Names of the tensors, sorted."""
@@ -105,13 +109,11 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         """One tensor, owned. Raises TensorNotFoundError, DtypeError and what reading raises."""
         self._check_open()
         row = self._checkpoint.index(name)
-        table = Table(self._checkpoint, np.array([row]))
-        nbytes = table.nbytes
-        if nbytes == 0:
-            return table.tensors(0, 1, None, np.zeros(1, np.int64), self._memory)[0]
-        start = int(self._checkpoint.starts[row])
-        with self._read(row, np.array([start]), nbytes, 1) as arena:
-            return table.tensors(0, 1, arena, np.zeros(1, np.int64), self._memory)[0]
+        single = Single(self._checkpoint, row)
+        if single.nbytes == 0:
+            return single.empty(single.shape, self._memory)
+        with self._read(row, np.array([single.start]), single.nbytes) as arena:
+            return single.tensor(arena, self._memory)
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, in file order."""
@@ -126,26 +128,24 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
 
     def _slice(self, row: int, index: Any) -> torch.Tensor:
         self._check_open()
-        table = Table(self._checkpoint, np.array([row]))
-        shape, dtype = table.shape(0), table.dtype(0)
-        part = slice_tensor(shape, int(table.alignments[0]), index)
-        if math.prod(part.shape) == 0:
-            with torch.inference_mode(False):
-                return torch.empty(part.shape, dtype=dtype, device=self._memory.device)
-        return self._read_slice(row, part, table)
-
-    def _read_slice(self, row: int, part: Slice, table: Table) -> torch.Tensor:
-        starts = part.blocks.starts + int(self._checkpoint.starts[row])
-        with self._read(row, starts, part.block_nbytes, len(starts)) as arena:
-            flat = integers_of(arena, int(table.alignments[0]), self._memory)
-            return sliced(flat, part, table.dtype(0))
+        single = Single(self._checkpoint, row)
+        part = slice_tensor(single.shape, single.item_nbytes, index)
+        if 0 in part.shape:
+            return single.empty(part.shape, self._memory)
+        with self._read(row, part.blocks.starts + single.start, part.block_nbytes) as arena:
+            return sliced(single.integers(arena, self._memory), part, single.dtype)
 
     @contextmanager
-    def _read(self, row: int, starts: Any, nbytes: int, count: int) -> Iterator[memories.Arena]:
-        """An arena with ``count`` blocks of ``nbytes`` bytes each, from ``starts`` in the tensor's file."""
-        memory = self._memory
+    def _read(self, row: int, starts: npt.NDArray[np.int64], nbytes: int) -> Iterator[memories.Arena]:
+        """An arena with blocks of ``nbytes`` bytes each, from the offsets ``starts`` in the tensor's file."""
+        memory, count = self._memory, len(starts)
         (arena,) = memory.allocate([nbytes * count])
         try:
+            if count == 1 and nbytes <= LARGEST and self._small is not None:
+                shard = int(self._checkpoint.shard_of[row])
+                self._small.read(shard, self._checkpoint.shards[shard], int(starts[0]), nbytes, arena.address)
+                yield arena
+                return
             engine, file = self._engine_for(row, nbytes * count)
             try:
                 places = arena.address + np.arange(count, dtype=np.uint64) * np.uint64(nbytes)

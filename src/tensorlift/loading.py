@@ -3,18 +3,20 @@
     1 find       sources.find          a path, a list or a Hub id becomes an ordered list of files
     2 parse      sources.read_headers  each header is read and checked in full
     3 select     Checkpoint.select     what is not wanted is never read
-    4 lay out    plan/arenas           wanted tensors are grouped into arenas; load_into has its destinations already
+    4 lay out    plan/arenas           wanted tensors are grouped into arenas (load_into has destinations)
     5 plan       plan/pieces           arenas and runs become pieces
     6 execute    engine/               the native engine reads pieces, Python waits for tickets
     7 exchange   -                     one process: nothing to exchange
     8 hand out   tensors/views         tensors that own their bytes
 
-Every tensor handed out is owned: it stays right for as long as somebody holds it, and has a storage of exactly its own
-bytes. It holds its arena back, which is at most `arena_size` or itself.
+Every tensor handed out is owned: it stays right for as long as somebody holds it, and has a storage of
+exactly its own bytes. It holds its arena back, which is at most `arena_size` or itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import re
 import time
 import weakref
@@ -44,13 +46,14 @@ Report = Callable[[int, int], object]
 class LoadedState(dict[str, torch.Tensor]):
     """What load() returns: a dict of tensors that also has ``stats``.
 
-    Copies and pickles are ordinary dicts: ``torch.save`` writes an OrderedDict, as it does for a module's state.
+    Copies and pickles are ordinary dicts: ``torch.save`` writes an OrderedDict, as it does for a module's
+    state.
     """
 
     stats: LoadStats
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """An OrderedDict of the same, which ``torch.load(weights_only=True)`` takes; a class of ours it would not."""
+        """An OrderedDict: ``torch.load(weights_only=True)`` takes that, a class of ours it would not."""
         return OrderedDict, (), None, None, iter(self.items())
 
 
@@ -61,12 +64,12 @@ def load(
 
     path: a file, a list of files, a folder, or the id of a model in the local Hub cache.
     device: "cpu", "cuda" (the current one), "cuda:1" or a torch.device.
-    names: only these tensors: an exact name, a glob, a compiled regular expression (of the whole name), a predicate,
-        or a list of such.
+    names: only these tensors: an exact name, a glob, a compiled regular expression (of the whole name),
+        a predicate, or a list of such.
     options: the fields of LoadOptions; an explicit value wins over ``TENSORLIFT_<NAME>``.
 
-    The dict's ``stats`` is a LoadStats. On a device, the bytes are there for work on the current stream. Raises
-    errors of the tree below TensorliftError; nothing is left behind then.
+    The dict's ``stats`` is a LoadStats. On a device, the bytes are there for work on the current stream.
+    Raises errors of the tree below TensorliftError; nothing is left behind then.
     """
     begin = time.perf_counter()
     settings = LoadOptions.resolve(**options)
@@ -101,18 +104,19 @@ def open(
 ) -> Weights:
     """Opens a checkpoint for one pass over its tensors; arguments and errors as for load().
 
-    Headers are read and checked here; data is read from the first step of the iteration on, ``buffer_size`` bytes
-    ahead of the consumer.
+    Headers are read and checked here; data is read from the first step of the iteration on, ``buffer_size``
+    bytes ahead of the consumer.
     """
     settings = LoadOptions.resolve(**options)
     return Weights(path, memories.for_device(device), names, settings)
 
 
 class Weights:
-    """An opened checkpoint: iterate once over (name, tensor) in file order; a context manager, though it need not be.
+    """An opened checkpoint: iterate once over (name, tensor) in file order; a context manager, though it need
+    not be.
 
-    Tensors are owned by whoever holds them. However the iteration ends, reads under way are stopped and waited for,
-    and memory that was read ahead goes back; an exception of the consumer comes out as it is.
+    Tensors are owned by whoever holds them. However the iteration ends, reads under way are stopped and
+    waited for, and memory that was read ahead goes back; an exception of the consumer comes out as it is.
     """
 
     def __init__(self, path: Any, memory: memories.Memory, names: Names, settings: LoadOptions) -> None:
@@ -165,7 +169,9 @@ class Weights:
         if self._closed:
             raise RequestError("these weights are closed; open the checkpoint again")
         if self._pass is not None:
-            raise RequestError("these weights were iterated over already; open the checkpoint again for another pass")
+            raise RequestError(
+                "these weights were iterated over already; open the checkpoint again for another pass"
+            )
         devices.check_kind(self._memory.device)
         begin = time.perf_counter()
         settings, memory = self._settings, self._memory
@@ -180,14 +186,16 @@ class Weights:
         return generator
 
     def close(self) -> None:
-        """Ends the pass: stops reads, waits for those under way, gives memory back. Tensors handed out stay."""
+        """Ends the pass: stops reads and waits for them, gives memory back. Tensors handed out stay."""
         self._closed = True
         if self._pass is not None:
             # Another thread may be inside the generator; closing the transfer makes its wait fail.
             self._pass.transfer.close()
         generator = self._generator()
-        if generator is not None and not generator.gi_running:
-            generator.close()
+        if generator is not None:
+            # A generator that runs in another thread refuses; it ends by its own wait, which fails now.
+            with contextlib.suppress(ValueError):
+                generator.close()
 
 
 class _Pass:
@@ -242,16 +250,16 @@ def load_into(
 ) -> Filled:
     """Reads a checkpoint straight into the parameters and buffers of a module, or into a dict of tensors.
 
-    A destination that is contiguous, has the checkpoint's dtype and overlaps no other is written in place, wherever it
-    is (CPU and CUDA devices may be mixed); others get a copy that converts. Tied parameters are filled once. All
-    headers are checked, and all names and shapes compared, before the first byte is written.
+    A destination that is contiguous, has the checkpoint's dtype and overlaps no other is written in place,
+    wherever it is (CPU and CUDA devices may be mixed); others get a copy that converts. Tied parameters are
+    filled once. All headers are checked, and all names and shapes compared, before the first byte is written.
 
-    strict: raise MismatchError for names of the model that the checkpoint lacks, or the other way round (ties satisfy
-        it). With ``names``, only names that it selects count on either side.
+    strict: raise MismatchError for names of the model that the checkpoint lacks, or the other way round
+        (ties satisfy it). With ``names``, only names that it selects count on either side.
 
-    Returns ``missing_keys``, ``unexpected_keys`` and ``stats``. After an error that comes while bytes are read, the
-    contents of the destinations are undefined. Autograd sees the change as an in-place one. Raises as load() does, and
-    RequestError for a meta tensor, MismatchError listing every shape that differs.
+    Returns ``missing_keys``, ``unexpected_keys`` and ``stats``. After an error that comes while bytes are
+    read, the contents of the destinations are undefined. Autograd sees the change as an in-place one. Raises
+    as load() does, and RequestError for a meta tensor, MismatchError listing every shape that differs.
     """
     begin = time.perf_counter()
     settings = LoadOptions.resolve(**options)
@@ -292,6 +300,4 @@ def _finished(report: Report | None, total: int) -> None:
 
 
 def _timed(stats: LoadStats, total: float) -> LoadStats:
-    import dataclasses
-
     return dataclasses.replace(stats, seconds={**stats.seconds, "total": total})

@@ -1,8 +1,8 @@
 """What a load can be told: each setting once, with its unit, default and environment variable.
 
-An explicit value wins; ``None`` or an absent one means ``TENSORLIFT_<NAME>`` and, without that, an automatic choice
-that is made where the work is known (``engine/sizing.py``). The metadata of the fields is what the settings page and
-the command line are generated from.
+An explicit value wins; ``None`` or an absent one means ``TENSORLIFT_<NAME>`` and, without that, an automatic
+choice that is made where the work is known (``engine/sizing.py``). The metadata of the fields is what the
+settings page and the command line are generated from.
 """
 
 from __future__ import annotations
@@ -88,12 +88,23 @@ def _parse_backend(value: object, name: str) -> tuple[str, ...]:
 
 def _parse_progress(value: object, name: str) -> bool | Progress:
     if isinstance(value, str):
-        words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        words = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
         if value.strip().lower() in words:
             return words[value.strip().lower()]
     elif isinstance(value, bool) or callable(value):
         return value
-    raise OptionError(f"{name} is {value!r}; expected true, false or a function of (bytes done, bytes in all)")
+    raise OptionError(
+        f"{name} is {value!r}; expected true, false or a function of (bytes done, bytes in all)"
+    )
 
 
 def _setting(parse: Callable[[object, str], Any], unit: str, automatic: str, doc: str) -> Any:
@@ -105,8 +116,8 @@ def _setting(parse: Callable[[object, str], Any], unit: str, automatic: str, doc
 class LoadOptions:
     """The settings of a load; ``None`` means automatic. Every value is checked and put into its plain form.
 
-    Each field's metadata has ``unit``, ``doc``, ``automatic`` (what None chooses) and ``parse``; the environment
-    variable is ``LoadOptions.variable(name)``.
+    Each field's metadata has ``unit``, ``doc``, ``automatic`` (what None chooses) and ``parse``; the
+    environment variable is ``LoadOptions.variable(name)``.
     """
 
     backend: tuple[str, ...] | None = _setting(
@@ -114,7 +125,8 @@ class LoadOptions:
         "name, or an ordered list of names",
         "AUTO",
         "Ways of reading, in the order of preference: the first that works on the file is taken. "
-        "AUTO reads what is cached by pread and the rest directly; PREAD, URING and MMAP are those readers alone.",
+        "AUTO reads what is cached by pread and the rest directly; "
+        "PREAD, URING and MMAP are those readers alone.",
     )
     chunk_size: int | None = _setting(
         _parse_read, "bytes", "1 MiB, less for small loads", "One read; a multiple of 4096."
@@ -152,7 +164,7 @@ class LoadOptions:
         "1 GiB on a device, at most half of what is free there; 256 MiB on a CPU",
         "Arenas read ahead of the consumer of open(); one arena, and so the largest tensor, always fits.",
     )
-    progress: bool | Progress | None = _setting(
+    progress: bool | Progress | None = _setting(  # noqa: RUF009 - makes a field, which is what is wanted
         _parse_progress,
         "true, false, or a function",
         "false",
@@ -174,7 +186,8 @@ class LoadOptions:
     def resolve(cls, environ: Mapping[str, str] | None = None, /, **given: object) -> LoadOptions:
         """Options from explicit values, then from the environment; what neither gives stays None, automatic.
 
-        Raises OptionError for an unknown name or a value that does not fit, naming the option or the variable.
+        Raises OptionError for an unknown name or a value that does not fit, naming the option or the
+        variable.
         """
         environ = os.environ if environ is None else environ
         fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -182,7 +195,9 @@ class LoadOptions:
             if name not in fields:
                 near = difflib.get_close_matches(name, fields, n=1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
-                raise OptionError(f"unknown option {name!r}{hint}; the known ones are {', '.join(sorted(fields))}")
+                raise OptionError(
+                    f"unknown option {name!r}{hint}; the known ones are {', '.join(sorted(fields))}"
+                )
         values: dict[str, Any] = {}
         for name, field in fields.items():
             variable = cls.variable(name)

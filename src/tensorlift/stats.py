@@ -15,9 +15,9 @@ class LoadStats:
     """What a load did. Sizes are bytes, times seconds of the wall clock.
 
     ``seconds`` has the phases ``headers`` (finding files, reading headers), ``plan`` (selecting, laying out),
-    ``allocate`` (arenas), ``read`` (waiting for bytes), ``hand_out`` (making tensors, copies into parameters),
-    ``close`` and ``total``. Reading goes on behind all phases after ``allocate``; ``total`` is the whole load,
-    without the time in which a consumer held the iterator.
+    ``allocate`` (arenas), ``read`` (waiting for bytes), ``hand_out`` (making tensors, copies into
+    parameters), ``close`` and ``total``. Reading goes on behind all phases after ``allocate``; ``total`` is
+    the whole load, without the time in which a consumer held the iterator.
     """
 
     bytes: int = 0

@@ -1,8 +1,8 @@
 """The C interface of the native library (native/include/tensorlift.h): the only module that uses ctypes.
 
-Calls that may sleep go through CDLL, which lets the GIL go; all others through PyDLL, which keeps it: giving it away
-costs up to 5 ms when another Python thread is busy, and making capsules needs it.
-The library is loaded at the first use and never unloaded, since tensors that outlive a load call into it when they go.
+Calls that may sleep go through CDLL, which lets the GIL go; all others through PyDLL, which keeps it: giving
+it away costs up to 5 ms when another Python thread is busy, and making capsules needs it. The library is
+loaded at the first use and never unloaded, since tensors that outlive a load call into it when they go.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ __all__ = [
     "Stats",
     "Status",
     "library",
+    "pread",
 ]
 
 ABI_VERSION = 1
@@ -194,13 +195,16 @@ class Abi:
             try:
                 function = getattr(blocking if blocks else quick, name)
             except AttributeError:
-                raise LibraryError(f"{path} has no {name}: it is no tensorlift library of this version") from None
+                raise LibraryError(
+                    f"{path} has no {name}: it is no tensorlift library of this version"
+                ) from None
             function.restype, function.argtypes = result, list(arguments)
             self.call[name] = function
         version = self.call["tl_abi_version"]()
         if version != ABI_VERSION:
             raise LibraryError(
-                f"{path} has version {version} of the interface, this package needs {ABI_VERSION}; install them together"
+                f"{path} has version {version} of the interface, this package needs {ABI_VERSION}; "
+                "install them together"
             )
 
     def backend_not_built(self, backend: str) -> str | None:
@@ -223,7 +227,9 @@ class Abi:
     def arena_host(self, nbytes: int) -> tuple[int, int]:
         """(arena, address) of fresh host memory, zero filled, 4096-byte aligned at least."""
         arena, address, error = _ptr(), _u64(), Error()
-        status = self.call["tl_arena_host"](nbytes, ctypes.byref(arena), ctypes.byref(address), ctypes.byref(error))
+        status = self.call["tl_arena_host"](
+            nbytes, ctypes.byref(arena), ctypes.byref(address), ctypes.byref(error)
+        )
         if status == Status.MEMORY:
             raise OutOfMemoryError(f"{nbytes} bytes of host memory could not be had: {error.text}")
         if status != Status.OK or not arena.value:
@@ -233,7 +239,9 @@ class Abi:
     def arena_adopt(self, capsule: object) -> tuple[int, int]:
         """(arena, address) of the memory of a DLPack capsule, which is used up by this."""
         pointer, arena, address, error = _capsule_pointer(capsule, _FRESH), _ptr(), _u64(), Error()
-        status = self.call["tl_arena_adopt"](pointer, ctypes.byref(arena), ctypes.byref(address), ctypes.byref(error))
+        status = self.call["tl_arena_adopt"](
+            pointer, ctypes.byref(arena), ctypes.byref(address), ctypes.byref(error)
+        )
         if status != Status.OK or not arena.value:
             raise MachineError(f"a block of device memory could not be taken over: {error.text}")
         _capsule_rename(capsule, _USED)
@@ -247,26 +255,42 @@ class Abi:
         """Arenas alive in this process."""
         return int(self.call["tl_arena_live"]())
 
-    def capsules(self, arena: int, address: int, spec: CapsuleSpec, device: tuple[int, int]) -> Sequence[object]:
+    def capsules(
+        self, arena: int, address: int, spec: CapsuleSpec, device: tuple[int, int]
+    ) -> Sequence[object]:
         """One DLPack capsule a tensor, each holding a reference of the arena. Keeps the GIL."""
         # Kept in a list until the call is over: the library reads through their addresses.
         arrays = [np.ascontiguousarray(a, t) for a, t in zip(spec, _CAPSULE_TYPES, strict=True)]
         pointers = [array.ctypes.data for array in arrays]
-        made = self.call["tl_arena_capsules"](arena, address, len(arrays[0]), *pointers, *device)
-        return made  # type: ignore[no-any-return]
+        capsules: list[object] = self.call["tl_arena_capsules"](
+            arena, address, len(arrays[0]), *pointers, *device
+        )
+        return capsules
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_pread = _libc.pread64
+_pread.restype = ctypes.c_ssize_t
+_pread.argtypes = [ctypes.c_int, _ptr, ctypes.c_size_t, ctypes.c_int64]
+
+
+def pread(descriptor: int, address: int, nbytes: int, offset: int) -> int:
+    """pread(2) into memory that is known by its address only; bytes read, or OSError. Blocks."""
+    got = int(_pread(descriptor, address, nbytes, offset))
+    if got < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return got
 
 
 _lock = threading.Lock()
-_loaded: dict[str, Abi] = {}
+_loaded: list[Abi] = []
 
 
 def library() -> Abi:
-    """The native library, loaded at the first call; LibraryError where it is missing or of another version."""
-    path = find_library()
-    abi = _loaded.get(path)
-    if abi is None:
+    """The native library, loaded at the first call; LibraryError where it is missing or does not fit."""
+    if not _loaded:
         with _lock:
-            abi = _loaded.get(path)
-            if abi is None:
-                abi = _loaded[path] = Abi(path)
-    return abi
+            if not _loaded:
+                _loaded.append(Abi(find_library()))
+    return _loaded[0]

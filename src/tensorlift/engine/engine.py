@@ -1,7 +1,7 @@
 """One native engine: plan in, tickets out, errors in the project's tree.
 
-Destinations must stay valid until their pieces have landed or the engine is closed; whoever owns the memory closes the
-engine first.
+Destinations must stay valid until their pieces have landed or the engine is closed; whoever owns the memory
+closes the engine first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SLICE_MILLISECONDS = 100
 
 
 class Engine:
-    """A native engine for one device; a context manager. May be used from several threads, not after a fork."""
+    """A native engine for one device; a context manager. For several threads, but not after a fork."""
 
     def __init__(self, size: EngineSize, device_kind: int = abi.DEVICE_CPU, device_index: int = 0) -> None:
         """Creates the engine; no thread starts and nothing is pinned before the first piece.
@@ -93,7 +93,8 @@ class Engine:
         return index.value
 
     def submit(self, pieces: npt.NDArray[Any], stream: int = 0) -> int:
-        """Appends pieces (an array of plan.pieces.PIECE); returns the ticket of all that were submitted so far.
+        """Appends pieces (an array of plan.pieces.PIECE); returns the ticket of all that were submitted so
+        far.
 
         With a device, the copies wait for the work that ``stream`` (a handle of the driver) holds now.
         """

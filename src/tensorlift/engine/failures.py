@@ -64,12 +64,14 @@ def exception_of(failure: Failure, shard: Shard | None) -> TensorliftError:
     if status == Status.TRUNCATED:
         size = "" if shard is None else f"; its header was read when it had {shard.nbytes} bytes"
         return TruncatedError(
-            f"{where}the file ends too early: wanted {failure.wanted} bytes {place}, found {failure.got}{size}{said}; "
+            f"{where}the file ends too early: wanted {failure.wanted} bytes {place}, "
+            f"found {failure.got}{size}{said}; "
             "was it being written or downloaded? Load it again when it is complete"
         )
     if status == Status.REPLACED:
         return FileError(
-            f"{where}the file was replaced or changed after its header was read{said}; load again when nothing writes it"
+            f"{where}the file was replaced or changed after its header was read{said}; "
+            "load again when nothing writes it"
         )
     if status == Status.OPEN:
         return _open_error(failure, where, said, shard)
@@ -82,7 +84,8 @@ def exception_of(failure: Failure, shard: Shard | None) -> TensorliftError:
         )
     if status == Status.BACKEND:
         return BackendError(
-            f"{where}every back end that may be used was refused: {failure.message}; allow others with backend="
+            f"{where}every back end that may be used was refused: {failure.message}; "
+            "allow others with backend="
         )
     if status == Status.DRIVER:
         kind = OutOfMemoryError if failure.driver_code == _DRIVER_OUT_OF_MEMORY else DriverError
@@ -92,7 +95,9 @@ def exception_of(failure: Failure, shard: Shard | None) -> TensorliftError:
     if status == Status.CANCELLED:
         return RequestError(f"{where}the load was cancelled")
     if status == Status.FORKED:
-        return RequestError("this load belongs to the parent process; after os.fork() start a load of your own")
+        return RequestError(
+            "this load belongs to the parent process; after os.fork() start a load of your own"
+        )
     if status == Status.ABI:
         return LibraryError(f"library and package do not fit together{said}; install them together")
     if status == Status.ARGUMENT:
@@ -108,7 +113,9 @@ def _open_error(failure: Failure, where: str, said: str, shard: Shard | None) ->
     return _with_errno(ReadError(f"{where}could not be opened: {reason}{said}"), failure.os_errno, shard)
 
 
-def _with_errno(error: ReadError | CheckpointNotFoundError, number: int, shard: Shard | None) -> TensorliftError:
+def _with_errno(
+    error: ReadError | CheckpointNotFoundError, number: int, shard: Shard | None
+) -> TensorliftError:
     error.errno = number
     error.filename = None if shard is None else shard.path
     return error

@@ -15,14 +15,17 @@ VARIABLE = "TENSORLIFT_LIBRARY"
 
 
 def find_library() -> str:
-    """Path of the native library: ``TENSORLIFT_LIBRARY``, beside the package, or where the package's files are.
+    """Path of the native library: ``TENSORLIFT_LIBRARY``, beside the package, or where the package's files
+    are.
 
     Raises LibraryError with every place that was looked at.
     """
     chosen = os.environ.get(VARIABLE)
     if chosen:
         if not os.path.isfile(chosen):
-            raise LibraryError(f"{VARIABLE} is {chosen!r}, which is no file; unset it to use the library of the package")
+            raise LibraryError(
+                f"{VARIABLE} is {chosen!r}, which is no file; unset it to use the library of the package"
+            )
         return chosen
     beside = Path(__file__).parent.parent / FILE_NAME
     places = [str(beside)]

@@ -28,13 +28,13 @@ def usable_cpus(root: str = "/", cpus: Iterable[int] | None = None) -> int:
 
 
 def cpu_quota(root: str = "/") -> float | None:
-    """The least CPU quota over this process's cgroup and all its ancestors (v1 and v2), in CPUs; None: no limit."""
+    """The least quota over this process's cgroup and its ancestors (v1, v2), in CPUs; None: no limit."""
     quotas = [quota for folder in _cpu_groups(Path(root)) if (quota := _quota_of(folder)) is not None]
     return min(quotas, default=None)
 
 
 def last_level_cache(root: str = "/", cpus: Iterable[int] | None = None) -> int | None:
-    """Bytes of the last-level caches that the CPUs reach, each counted once; None where the kernel does not say."""
+    """Bytes of the last-level caches that the CPUs reach, each once; None where it is not known."""
     caches: dict[tuple[int, str], int] = {}
     for cpu in affinity() if cpus is None else cpus:
         found: dict[int, tuple[str, int]] = {}
@@ -69,7 +69,8 @@ def _cpu_groups(root: Path) -> Iterator[Path]:
 
 
 def _cgroup_mounts(root: Path) -> Iterator[_Mount]:
-    # See proc(5), /proc/pid/mountinfo: fields 4 and 5 are root and mount point, after " - " come type, source, options.
+    # See proc(5), /proc/pid/mountinfo: fields 4 and 5 are root and mount point, after " - " come type,
+    # source, options.
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kinds = before.split(), after.split()
@@ -95,7 +96,7 @@ def _ancestors(mount_point: Path, path: str) -> Iterator[Path]:
 
 
 def _quota_of(folder: Path) -> float | None:
-    """CPUs that one cgroup allows. cpu.max is "max 100000" or "quota period"; in v1 a quota of -1 is no limit."""
+    """CPUs that a cgroup allows. cpu.max is "max 100000" or "quota period"; in v1, -1 is no limit."""
     unified = _text(folder / "cpu.max").split()
     if len(unified) == 2:
         quota, period = unified

@@ -1,4 +1,4 @@
-"""The automatic numbers: how large an engine the work, the options and this machine ask for. Pure arithmetic."""
+"""The automatic numbers: how large an engine the work, the options and this machine ask for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ __all__ = ["Budget", "EngineSize", "Facts", "budget", "facts_of_this_machine", "
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
-# Measured on one H200 (PCIe 5 x16, 300 MiB of L3): chunks of 0.5 to 2 MiB and slots of 8 to 32 MiB differ by a few
-# per cent; a ring of 128 MiB ran at 99 % of the link and one of 512 MiB, which leaves the cache, at half of it.
+# Measured on one H200 (PCIe 5 x16, 300 MiB of L3): chunks of 0.5 to 2 MiB and slots of 8 to 32 MiB differ by
+# a few per cent; a ring of 128 MiB ran at 99 % of the link and one of 512 MiB, which leaves the cache, at
+# half of it.
 CHUNK = 1 * MIB
 SLOT = 16 * MIB
 SMALL_SLOT = 8 * MIB
@@ -27,7 +28,7 @@ PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What this machine has: CPUs that may be used, bytes of last-level cache that they reach (None: unknown)."""
+    """What this machine has: CPUs that may be used, bytes of the last-level cache they reach, if known."""
 
     cpus: int
     cache: int | None
@@ -74,11 +75,13 @@ def size_engine(options: LoadOptions, nbytes: int, *, device: bool, facts: Facts
     reads = -(-work // chunk)
     threads = options.threads or max(1, min(facts.cpus, MOST_THREADS, reads))
     slot, pinned = _ring(options, work, chunk, facts) if device else (chunk, 2 * chunk)
-    return EngineSize(chunk, slot, pinned, threads, options.io_depth or IO_DEPTH, options.backend or ("AUTO",))
+    return EngineSize(
+        chunk, slot, pinned, threads, options.io_depth or IO_DEPTH, options.backend or ("AUTO",)
+    )
 
 
 def _ring(options: LoadOptions, work: int, chunk: int, facts: Facts) -> tuple[int, int]:
-    """(slot, pinned) of a device load: whole chunks a slot, whole slots, at least two, no more than the work needs."""
+    """(slot, pinned) of a device load: whole chunks, whole slots, at least two, no more than is needed."""
     ring = options.pinned_bytes or max(min(RING, (facts.cache or 2 * RING) // 2), LEAST_SLOTS * SMALL_SLOT)
     if options.slot_size is not None:
         slot = _up(options.slot_size, chunk)

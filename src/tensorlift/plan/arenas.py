@@ -1,20 +1,24 @@
-"""Layout: which arena each wanted tensor goes to, and where in it. Vectorised, linear in the number of tensors.
+"""Layout: which arena each wanted tensor goes to, and where in it. Vectorised, linear in the number of
+tensors.
 
 Theory of operation
-    A *run* is a stretch of tensors that follow each other in one file and keep their distances in memory, so that one
-    piece moves all of them. Inside a run, memory address minus file offset is one constant, the run's *shift*. A new run
-    begins where wanted bytes are not adjacent, at the edge of an arena, and where a tensor's alignment asks for another
-    *residue* of the shift modulo 16. Residues are chosen so that this happens seldom:
+    A *run* is a stretch of tensors that follow each other in one file and keep their distances in memory, so
+    that one piece moves all of them. Inside a run, memory address minus file offset is one constant, the
+    run's *shift*. A new run begins where wanted bytes are not adjacent, at the edge of an arena, and where a
+    tensor's alignment asks for another *residue* of the shift modulo 16. Residues are chosen so that this
+    happens seldom:
 
         file     |hdr 8n+8|  a: F32 x 1000  | b: U8 x 3 | c: F32 x 8 | d: F32 x 8 |
         shift            8                          8         9            9            (modulo 16)
-        arena             [a...............][b..]..[c.........][d.........]            one gap where the residue changes
+        arena             [a...............][b..]..[c.........][d.........]            one gap where the
+        residue changes
 
-    Tensors that demand most choose first (16 bytes, then 8, 4, 2); the others take the residue of the tensor before
-    them, or behind them, if their own alignment allows, else their own.
-    On a CPU the shift of long runs is a multiple of 4096 wherever dtypes allow it, so that direct reads land in place.
+    Tensors that demand most choose first (16 bytes, then 8, 4, 2); the others take the residue of the tensor
+    before them, or behind them, if their own alignment allows, else their own. On a CPU the shift of long
+    runs is a multiple of 4096 wherever dtypes allow it, so that direct reads land in place.
 
-    Stretches of many small tensors go to arenas of their own: a scalar that is kept does not hold a large arena back.
+    Stretches of many small tensors go to arenas of their own: a scalar that is kept does not hold a large
+    arena back.
 """
 
 from __future__ import annotations
@@ -30,11 +34,11 @@ __all__ = ["PAGE", "Layout", "Rules", "Wanted", "lay_out"]
 Ints = npt.NDArray[np.int64]
 
 PAGE = 4096
-# Widest alignment that a tensor needs: vector loads of a GPU and of AVX are happy with it, and torch's allocators
-# promise more for whole blocks.
+# Widest alignment that a tensor needs: vector loads of a GPU and of AVX are happy with it, and torch's
+# allocators promise more for whole blocks.
 WIDE = 16
-# On a CPU, tensors from this size on insist on a shift that is a multiple of a page, and runs get that shift: direct
-# reads of less are not worth padding of up to a page.
+# On a CPU, tensors from this size on insist on a shift that is a multiple of a page, and runs get that shift:
+# direct reads of less are not worth padding of up to a page.
 LONG = 64 << 10
 SMALL = 4 << 10
 SMALL_STRETCH = 8
@@ -53,9 +57,9 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How to place: ``capacity`` of an arena in bytes; ``device``: tensors of 16 bytes and more at multiples of 16,
-    else (a CPU) arena offset and file offset agree modulo 4096 wherever dtypes allow; ``uniform``: arenas that hold
-    several tensors have exactly the capacity, so that blocks can be used again.
+    """How to place: ``capacity`` of an arena in bytes; ``device``: tensors of 16 bytes and more at multiples
+    of 16, else (a CPU) arena offset and file offset agree modulo 4096 wherever dtypes allow; ``uniform``:
+    arenas that hold several tensors have exactly the capacity, so that blocks can be used again.
     """
 
     capacity: int
@@ -69,7 +73,8 @@ class Layout:
 
     tensor i: ``arenas[i]`` (-1: it has no bytes), ``offsets[i]`` in the arena, ``batches[i]``
     arena a: ``arena_nbytes[a]``, numbered in the order of first use; ``arena_used[a]`` without the spare end
-    run r: ``run_file``, ``run_start`` (file offset), ``run_nbytes``, ``run_arena``, ``run_offset``, ``run_batch``
+    run r: ``run_file``, ``run_start`` (file offset), ``run_nbytes``, ``run_arena``, ``run_offset``,
+    ``run_batch``
     """
 
     arenas: npt.NDArray[np.int32]
@@ -98,7 +103,7 @@ def lay_out(wanted: Wanted, rules: Rules) -> Layout:
     """Places every wanted tensor that has bytes exactly once; see the top of this module for the rules."""
     count = len(wanted.starts)
     some = np.flatnonzero(wanted.sizes > 0)
-    body = Wanted(*(column[some] for column in wanted))
+    body = _take(wanted, some)
     small = _small_stretches(body)
     arena, offset = np.empty(len(some), np.int64), np.empty(len(some), np.int64)
     fresh, sizes, used = np.zeros(len(some), bool), [], []
@@ -106,7 +111,7 @@ def lay_out(wanted: Wanted, rules: Rules) -> Layout:
     for chosen, capacity in ((~small, rules.capacity), (small, min(SMALL_ARENA, rules.capacity))):
         rows = np.flatnonzero(chosen)
         if len(rows):
-            placed = _place(Wanted(*(column[rows] for column in body)), rules, capacity)
+            placed = _place(_take(body, rows), rules, capacity)
             arena[rows], offset[rows], fresh[rows] = placed.arenas + made, placed.offsets, placed.breaks
             sizes.append(placed.sizes)
             used.append(placed.used)
@@ -117,10 +122,14 @@ def lay_out(wanted: Wanted, rules: Rules) -> Layout:
     return _assemble(count, some, body, renumbered, offset, fresh, sizes_all, used_all)
 
 
+def _take(wanted: Wanted, rows: Ints) -> Wanted:
+    return Wanted(wanted.files[rows], wanted.starts[rows], wanted.sizes[rows], wanted.alignments[rows])
+
+
 def _small_stretches(body: Wanted) -> npt.NDArray[np.bool_]:
     """Which tensors are packed apart: those in stretches of many small ones."""
     small = body.sizes < SMALL
-    if not small.any() or small.all() and int(body.sizes.sum()) <= SMALL_ARENA:
+    if not small.any() or (small.all() and int(body.sizes.sum()) <= SMALL_ARENA):
         return np.zeros(len(small), bool)
     edges = np.flatnonzero(np.concatenate(([True], small[1:] != small[:-1])))
     lengths = np.diff(np.concatenate((edges, [len(small)])))
@@ -140,8 +149,8 @@ def _place(body: Wanted, rules: Rules, capacity: int) -> _Placed:
     first = np.flatnonzero(breaks)
     last = np.concatenate((first[1:], [len(starts)])) - 1
     length = ends[last] - starts[first]
-    # Positions in one endless arena. Run r starts at a position that agrees with its file offset plus residue modulo
-    # `step`; modulo a page that costs up to a page, so only long runs get it.
+    # Positions in one endless arena. Run r starts at a position that agrees with its file offset plus residue
+    # modulo `step`; modulo a page that costs up to a page, so only long runs get it.
     step = np.where(length >= LONG, PAGE, WIDE)
     target = (starts[first] + residues[first]) % step
     position = _positions(length, step, target)

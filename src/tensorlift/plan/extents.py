@@ -49,8 +49,8 @@ def overlapping(extents: Extents) -> npt.NDArray[np.bool_]:
     order = some[np.argsort(extents.starts[some], kind="stable")]
     starts, stops = extents.starts[order], extents.stops[order]
     reach = np.maximum.accumulate(stops)
-    # A range overlaps an earlier one if it starts before their reach; the next one overlaps it if it starts before its
-    # own end (all later ones start no earlier than the next).
+    # A range overlaps an earlier one if it starts before their reach; the next one overlaps it if it starts
+    # before its own end (all later ones start no earlier than the next).
     behind = starts[1:] < reach[:-1]
     ahead = starts[1:] < stops[:-1]
     found[order[1:]] |= behind

@@ -13,14 +13,15 @@ PIECE = np.dtype(
     [("file_offset", "u8"), ("nbytes", "u8"), ("destination", "u8"), ("file", "i4"), ("flags", "u4")]
 )
 
-# TL_PIECE_JOIN: what lies between the piece before and this one is padding of one arena, and may be overwritten.
+# TL_PIECE_JOIN: what lies between the piece before and this one is padding of one arena, and may be
+# overwritten.
 JOIN = 1
 
 
 def new_pieces(
     file: npt.ArrayLike, file_offset: npt.ArrayLike, nbytes: npt.ArrayLike, destination: npt.ArrayLike
 ) -> npt.NDArray[Any]:
-    """An array of PIECE with one element for each of the given, without flags. Offsets and sizes are bytes."""
+    """An array of PIECE, one element for each of the given, without flags. All in bytes."""
     offsets = np.asarray(file_offset)
     pieces = np.zeros(len(offsets), PIECE)
     pieces["file"], pieces["file_offset"] = file, offsets
@@ -29,7 +30,8 @@ def new_pieces(
 
 
 def merge_pieces(pieces: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same copies in fewer pieces: neighbours in the array that follow each other in file and memory become one.
+    """The same copies in fewer pieces: neighbours in the array that follow each other in file and memory
+    become one.
 
     Pieces of no bytes are dropped. Flags must not be set.
     """
@@ -43,6 +45,6 @@ def merge_pieces(pieces: npt.NDArray[Any]) -> npt.NDArray[Any]:
         & (before["destination"] + before["nbytes"] == after["destination"])
     )
     first = np.flatnonzero(np.concatenate(([True], ~follows)))
-    merged = pieces[first].copy()
+    merged: npt.NDArray[Any] = pieces[first].copy()
     merged["nbytes"] = np.add.reduceat(pieces["nbytes"], first)
     return merged

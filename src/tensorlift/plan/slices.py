@@ -1,7 +1,9 @@
-"""An index as in numpy or torch, applied to a tensor in a file: which bytes it means and how to put them together.
+"""An index as in numpy or torch, applied to a tensor in a file: which bytes it means and how to put them
+together.
 
-What is read is a list of equal *blocks*, each the smallest range that covers its part of the result. Inside a block, gaps
-of less than a page are read too: the kernel and the device read whole pages anyway, and a system call costs more.
+What is read is a list of equal *blocks*, each the smallest range that covers its part of the result. Inside a
+block, gaps of less than a page are read too: the kernel and the device read whole pages anyway, and a system
+call costs more.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ _ALLOWED = "integers, slices with a positive step, ..., None, and one list of in
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    r"""What an index asks for. ``blocks`` are offsets in bytes from the start of the tensor, all of one length.
+    r"""What an index asks for. ``blocks`` are byte offsets from the start of the tensor, all of one length.
 
-    With the blocks one after another in memory, the result is: a view of (blocks, \*inner_sizes) with strides of
-    (items in a block, \*inner_strides), both in items; of its dimension ``1 + dim`` the positions of each pick; then
-    shape ``shape``. Where ``whole`` is true that is the memory itself.
+    With the blocks one after another in memory, the result is: a view of (blocks, \*inner_sizes) with strides
+    of (items in a block, \*inner_strides), both in items; of its dimension ``1 + dim`` the positions of each
+    pick; then shape ``shape``. Where ``whole`` is true that is the memory itself.
     """
 
     shape: tuple[int, ...]
@@ -49,7 +51,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """The positions taken along one dimension: a range for a slice, else an array; ``kept``: is it in the result."""
+    """The positions taken along one dimension: a range for a slice, else an array; is it kept."""
 
     positions: range | Ints
     kept: bool
@@ -72,8 +74,8 @@ class _Axis:
 def slice_tensor(shape: Sequence[int], item_nbytes: int, index: Any) -> Slice:
     """The bytes of ``tensor[index]`` for a contiguous tensor.
 
-    Allowed are integers, slices with a positive step, Ellipsis, None and one list (or 1-d array) of integers. Raises
-    IndexError or ValueError, as torch does, for what is out of bounds or not allowed.
+    Allowed are integers, slices with a positive step, Ellipsis, None and one list (or 1-d array) of integers.
+    Raises IndexError or ValueError, as torch does, for what is out of bounds or not allowed.
     """
     entries = list(index) if isinstance(index, tuple) else [index]
     axes, result = _axes(shape, entries)
@@ -141,7 +143,7 @@ def _axes(shape: Sequence[int], entries: list[Any]) -> tuple[list[_Axis], list[i
 
 
 def _expanded(ndim: int, entries: list[Any]) -> list[Any]:
-    """The index with one entry a dimension (and its Nones): Ellipsis and missing entries become full slices."""
+    """One entry a dimension, and Nones: Ellipsis and missing entries become full slices."""
     named = sum(entry is not None and entry is not Ellipsis for entry in entries)
     if named > ndim:
         raise IndexError(f"too many indices for a tensor of {ndim} dimensions: {named}")

@@ -1,20 +1,25 @@
-"""Where `load_into` writes: the tensors of a model or a dict, which of them take bytes as they are, and which share memory.
+"""Where `load_into` writes: the tensors of a model or a dict, which of them take bytes as they are, and which
+share memory.
 
 Rules
-    - Names that are one and the same tensor (tied parameters) are filled once: the last name in the model's order that the
+    - Names that are one and the same tensor (tied parameters) are filled once: the last name in the model's
+    order that the
       checkpoint has wins, as in `load_state_dict`. The other names are satisfied by it.
     - A destination that is dense, has the checkpoint's dtype and overlaps no other is written in place.
-    - The others get a copy: of another dtype, not contiguous, of a subclass of Tensor; destinations that overlap in part
+    - The others get a copy: of another dtype, not contiguous, of a subclass of Tensor; destinations that
+    overlap in part
       are copied last, in the model's order.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from tensorlift.errors import DeviceError, MismatchError, RequestError
 from tensorlift.format import dtypes
@@ -28,13 +33,19 @@ __all__ = ["Match", "Target", "match", "tensors_of"]
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Target:
     """One destination, and the checkpoint's row that fills it."""
 
     name: str
     tensor: torch.Tensor
     row: int
+    plain: bool
+    """Nothing but strided memory: no subclass of Tensor, not quantised, conjugated or negated by a flag."""
+    dense: bool
+    """Plain and contiguous."""
+    address: int
+    """Of its first byte; 0 where it is not plain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +65,23 @@ class Match:
 
 
 def tensors_of(model: object) -> dict[str, torch.Tensor]:
-    """Destinations by name, in order: parameters and persistent buffers of a module, or the tensors of a mapping.
+    """Destinations by name, in order: parameters and persistent buffers of a module, or the tensors of a
+    mapping.
 
-    What a module's state has besides tensors (extra state) is left out. Raises RequestError for anything else.
+    What a module's state has besides tensors (extra state) is left out. Raises RequestError for anything
+    else.
     """
     if isinstance(model, torch.nn.Module):
         state = model.state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     if not isinstance(model, Mapping):
-        raise RequestError(f"load_into fills a torch.nn.Module or a dict of tensors, not a {type(model).__name__}")
+        raise RequestError(
+            f"load_into fills a torch.nn.Module or a dict of tensors, not a {type(model).__name__}"
+        )
     for name, value in model.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise RequestError(
-                f"load_into fills a dict of names and tensors; under {name!r} there is a {type(value).__name__}"
+                f"load_into fills a dict of names and tensors; there is a {type(value).__name__} under {name!r}"
             )
     return dict(model)
 
@@ -79,71 +94,85 @@ def match(
 ) -> Match:
     """Brings destinations and the selected rows together; touches no memory.
 
-    ``asked`` says whether a name of the model is meant at all. Raises RequestError for a destination without memory,
-    MismatchError that lists every shape that differs, DeviceError.
+    ``asked`` says whether a name of the model is meant at all. Raises RequestError for a destination without
+    memory, MismatchError that lists every shape that differs, DeviceError.
     """
     row_of = {checkpoint.names[row]: row for row in rows}
-    ties = _Ties()
     found: list[Target] = []
+    lacking: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors.items():
         row = row_of.get(name)
         if row is not None:
-            _check_usable(name, tensor)
-            found.append(Target(name, tensor, row))
-            ties.add(name, tensor)
+            found.append(_target(name, tensor, row))
+        elif asked(name):
+            lacking.append((name, tensor))
     _check_shapes(found, checkpoint)
+    winners = _winners(found)
     result = Match(
-        missing=[
-            name
-            for name, tensor in tensors.items()
-            if name not in row_of and asked(name) and not ties.filled(tensor)
-        ],
-        unexpected=[name for name in row_of if name not in tensors],
+        missing=_missing(lacking, winners), unexpected=[name for name in row_of if name not in tensors]
     )
-    winners = [target for target in found if ties.wins(target)]
-    for target, crosses in zip(winners, _crossing(winners), strict=True):
-        dtype = torch_dtype(dtypes.ALL[int(checkpoint.dtypes[target.row])])
+    known = [torch_dtype(dtype) for dtype in dtypes.ALL]
+    ids = checkpoint.dtypes[[target.row for target in winners]].tolist() if winners else []
+    for target, number, crosses in zip(winners, ids, _crossing(winners), strict=True):
         if crosses:
             result.ordered.append(target)
-        elif _is_plain(target.tensor) and target.tensor.dtype is dtype and target.tensor.is_contiguous():
+        elif target.dense and target.tensor.dtype is known[number]:
             result.direct.append(target)
         else:
             result.copied.append(target)
     return result
 
 
+def _target(name: str, tensor: torch.Tensor, row: int) -> Target:
+    plain = _is_plain(tensor)
+    if plain and tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda"):
+        return Target(name, tensor, row, True, True, tensor.data_ptr())
+    _check_usable(name, tensor)
+    return Target(name, tensor, row, plain, False, tensor.data_ptr() if plain else 0)
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is nothing but strided memory."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
 
 
-class _Ties:
-    """Names that are one tensor: same memory, shape, strides, dtype."""
+def _identity(tensor: torch.Tensor) -> object:
+    """Equal for names that are one tensor: same memory, shape, strides, dtype."""
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
-    def __init__(self) -> None:
-        self._winner: dict[object, str] = {}
 
-    @staticmethod
-    def _key(tensor: torch.Tensor) -> object:
-        if not _is_plain(tensor) or tensor.is_meta or tensor.numel() == 0:
-            return id(tensor)
-        return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+def _winners(found: list[Target]) -> list[Target]:
+    """The targets without those that are the same tensor as a later one."""
+    last: dict[object, Target] = {}
+    counts = Counter(target.address for target in found)
+    for target in found:
+        # Few tensors share an address; a subclass is known by the object alone.
+        if not target.plain:
+            last[id(target.tensor)] = target
+        elif counts[target.address] > 1 and target.tensor.numel():
+            last[_identity(target.tensor)] = target
+        else:
+            last[target.name] = target
+    kept = set(map(id, last.values()))
+    return [target for target in found if id(target) in kept]
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        self._winner[self._key(tensor)] = name
 
-    def wins(self, target: Target) -> bool:
-        return self._winner[self._key(target.tensor)] == target.name
-
-    def filled(self, tensor: torch.Tensor) -> bool:
-        lazy = isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
-        return not lazy and self._key(tensor) in self._winner
+def _missing(lacking: list[tuple[str, torch.Tensor]], winners: list[Target]) -> list[str]:
+    """Names that nothing fills: not in the checkpoint, and not one tensor with a name that is."""
+    if not lacking:
+        return []
+    objects = {id(target.tensor) for target in winners}
+    filled = {_identity(target.tensor) for target in winners if target.plain and target.tensor.numel()}
+    missing = []
+    for name, tensor in lacking:
+        lazy = isinstance(tensor, UninitializedTensorMixin)
+        plain = not lazy and _is_plain(tensor) and not tensor.is_meta
+        if id(tensor) not in objects and not (plain and _identity(tensor) in filled):
+            missing.append(name)
+    return missing
 
 
 def _crossing(targets: list[Target]) -> list[bool]:
@@ -151,32 +180,34 @@ def _crossing(targets: list[Target]) -> list[bool]:
     crosses = [False] * len(targets)
     places: dict[torch.device, list[int]] = {}
     for at, target in enumerate(targets):
-        if _is_plain(target.tensor):
+        if target.plain:
             places.setdefault(target.tensor.device, []).append(at)
     for positions in places.values():
-        spans = [_span(targets[at].tensor) for at in positions]
+        spans = [_span(targets[at]) for at in positions]
         starts, stops = (np.array(column, np.int64) for column in zip(*spans, strict=True))
         for at, found in zip(positions, overlapping(Extents(starts, stops)).tolist(), strict=True):
             crosses[at] = found
     return crosses
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def _span(target: Target) -> tuple[int, int]:
     """First byte of a strided tensor, and the one after its last."""
-    begin = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return begin, begin
+    begin, tensor = target.address, target.tensor
+    if target.dense or tensor.numel() == 0:
+        return begin, begin + tensor.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (reach + 1) * tensor.element_size()
 
 
 def _check_usable(name: str, tensor: torch.Tensor) -> None:
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
-        raise RequestError(f"{name!r} has no shape yet; run the model once (or give it shapes) before load_into")
+    if isinstance(tensor, UninitializedTensorMixin):
+        raise RequestError(
+            f"{name!r} has no shape yet; run the model once (or give it shapes) before load_into"
+        )
     if tensor.is_meta:
         raise RequestError(
             f"{name!r} is on the meta device and has no memory to load into; make it real first with "
-            "model.to_empty(device=...), or load with tensorlift.load() and model.load_state_dict(state, assign=True)"
+            "model.to_empty(device=...), or take tensorlift.load() and model.load_state_dict(state, assign=True)"
         )
     try:
         check_kind(tensor.device)
@@ -192,12 +223,14 @@ def _check_usable(name: str, tensor: torch.Tensor) -> None:
 
 def _check_shapes(targets: list[Target], checkpoint: Checkpoint) -> None:
     wrong = []
-    for target in targets:
-        dtype = dtypes.ALL[int(checkpoint.dtypes[target.row])]
-        shape = torch_shape(dtype, checkpoint.shapes[target.row])
-        if tuple(target.tensor.shape) != shape:
+    ids = checkpoint.dtypes[[target.row for target in targets]].tolist() if targets else []
+    for target, number in zip(targets, ids, strict=True):
+        shape = torch_shape(dtypes.ALL[number], checkpoint.shapes[target.row])
+        if target.tensor.shape != shape:
             path = checkpoint.shards[int(checkpoint.shard_of[target.row])].path
-            wrong.append(f"{target.name!r}: {list(shape)} in {path}, {list(target.tensor.shape)} in the model")
+            wrong.append(
+                f"{target.name!r}: {list(shape)} in {path}, {list(target.tensor.shape)} in the model"
+            )
     if wrong:
         count = "one shape differs" if len(wrong) == 1 else f"{len(wrong)} shapes differ"
         raise MismatchError(f"{count} between checkpoint and model:\n  " + "\n  ".join(wrong))

@@ -23,23 +23,32 @@ def check_kind(device: object) -> torch.device:
     except RuntimeError as error:
         raise DeviceError(f"device {device!r} is not one that torch knows; {_SUPPORTED}") from error
     if parsed.type not in ("cpu", "cuda"):
-        raise DeviceError(f"device {device!r} is not supported; {_SUPPORTED}; load to the CPU and move from there")
+        raise DeviceError(
+            f"device {device!r} is not supported; {_SUPPORTED}; load to the CPU and move from there"
+        )
     return parsed
 
 
 def parse_device(device: object) -> torch.device:
     """The device, with an index if it is CUDA: "cuda" means the current one.
 
-    Raises DeviceError where it is not supported or not there. No context is made for a device that is not there.
+    Raises DeviceError where it is not supported or not there. No context is made for a device that is not
+    there.
     """
     parsed = check_kind(device)
     if parsed.type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        why = "a driver or a GPU is missing" if torch.backends.cuda.is_built() else "this torch is built without CUDA"
+        why = (
+            "a driver or a GPU is missing"
+            if torch.version.cuda or torch.version.hip
+            else "this torch is built without CUDA"
+        )
         raise DeviceError(f"device {device!r}: there is no CUDA device ({why}); run `tensorlift doctor`")
     index = torch.cuda.current_device() if parsed.index is None else parsed.index
     if index >= count:
-        raise DeviceError(f"device {device!r}: no device of index {index}; there are {count}, from 0 to {count - 1}")
+        raise DeviceError(
+            f"device {device!r}: no device of index {index}; there are {count}, from 0 to {count - 1}"
+        )
     return torch.device("cuda", index)

@@ -68,5 +68,10 @@ class Direct:
         """What was done; seconds are the caller's to add."""
         report = self._report if self._engine.closed else report_of(self._engine)
         return report.stats(
-            nbytes=self.nbytes, tensors=self._count, files=self.files, arenas=0, device_peak_bytes=0, seconds={}
+            nbytes=self.nbytes,
+            tensors=self._count,
+            files=self.files,
+            arenas=0,
+            device_peak_bytes=0,
+            seconds={},
         )

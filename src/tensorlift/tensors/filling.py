@@ -20,7 +20,7 @@ from tensorlift.tensors import memory as memories
 from tensorlift.tensors.destinations import Match, Target, match, tensors_of
 from tensorlift.tensors.direct import Direct
 from tensorlift.tensors.transfer import Clock, Transfer
-from tensorlift.tensors.views import check_expressible
+from tensorlift.tensors.views import check_expressible, collector_paused
 
 __all__ = ["Filled", "fill"]
 
@@ -48,7 +48,7 @@ def fill(
     clock: Clock,
 ) -> Filled:
     """Fills the tensors of ``model`` from the selected ``rows``; see loading.load_into."""
-    with clock.phase("plan"):
+    with clock.phase("plan"), collector_paused():
         tensors = tensors_of(model)
         found = match(tensors, checkpoint, rows.tolist(), _asked(names, list(tensors)))
         if strict:
@@ -95,7 +95,9 @@ def _asked(names: Names, known: list[str]) -> Callable[[str], bool]:
     if names is None:
         return lambda name: True
     empty = np.zeros(0, np.int64)
-    table = Checkpoint((), known, empty.astype(np.int32), empty.astype(np.uint8), empty, empty, [], "the model")
+    table = Checkpoint(
+        (), known, empty.astype(np.int32), empty.astype(np.uint8), empty, empty, [], "the model"
+    )
     meant: set[str] = set()
     for one in names if isinstance(names, list) else [names]:
         # What matches nothing in the model was found in the checkpoint: it will be unexpected there.

@@ -1,7 +1,8 @@
 """Memory that tensors live in: one small contract, the host's and torch's CUDA (or ROCm) memory behind it.
 
 The engine sees addresses and stream handles only, so whatever keeps this contract can stand in for a device.
-`for_device` is the one chooser; callers take it from this module, so that a test can put another in its place.
+`for_device` is the one chooser; callers take it from this module, so that a test can put another in its
+place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Protocol
 import torch
 
 from tensorlift.engine import abi
-from tensorlift.errors import DeviceError, OutOfMemoryError
+from tensorlift.errors import OutOfMemoryError
 from tensorlift.tensors.devices import parse_device
 
 __all__ = ["Arena", "CudaMemory", "HostMemory", "Memory", "for_device"]
@@ -60,20 +61,20 @@ class Memory(Protocol):
     def allocate(self, sizes: Sequence[int]) -> list[Arena]:
         """Arenas of the given bytes, at addresses divisible by 4096 (host) or 256 (device).
 
-        All or none: OutOfMemoryError leaves nothing behind. A block may have been in use by work on stream(); what is
-        written into it must come after that in stream order.
+        All or none: OutOfMemoryError leaves nothing behind. A block may have been in use by work on stream();
+        what is written into it must come after that in stream order.
         """
         ...
 
     def stream(self) -> int:
-        """Driver's handle of the stream that the caller's work runs on now; 0 for the host and the default stream."""
+        """Driver's handle of the stream that the caller's work runs on now; 0 for a host."""
         ...
 
     def ready(self) -> None:
         """Called when the caller's stream waits for bytes and before torch works on them.
 
-        Nothing to do where torch's own work is ordered by that stream; memory whose torch tensors are not has to wait
-        for the stream here.
+        Nothing to do where torch's own work is ordered by that stream; memory whose torch tensors are not has
+        to wait for the stream here.
         """
         ...
 
@@ -116,9 +117,11 @@ class HostMemory:
 
 
 class CudaMemory:
-    """torch's CUDA or ROCm memory: blocks of a private pool, so that the caller's allocator is left as it was.
+    """torch's CUDA or ROCm memory: blocks of a private pool, so that the caller's allocator is left as it
+    was.
 
-    The pool is active only inside allocate(). Where torch has no pools, the plain allocator is taken, with a notice.
+    The pool is active only inside allocate(). Where torch has no pools, the plain allocator is taken, with a
+    notice.
     """
 
     def __init__(self, index: int) -> None:
@@ -143,19 +146,20 @@ class CudaMemory:
         try:
             blocks = self._blocks(sizes)
         except torch.cuda.OutOfMemoryError:
-            # Inside a pool torch does not hand back what it caches (pytorch #159674): do it outside and try again.
+            # Inside a pool torch does not hand back what it caches (pytorch #159674): do it outside and try
+            # again.
             torch.cuda.empty_cache()
             try:
                 blocks = self._blocks(sizes)
             except torch.cuda.OutOfMemoryError as error:
                 raise OutOfMemoryError(
                     f"{sum(sizes)} bytes on {self.device} in {len(sizes)} arenas could not be had, "
-                    f"{self.free_bytes()} bytes are free; lower buffer_size or arena_size, or free memory: {error}"
+                    f"{self.free_bytes()} bytes are free; lower buffer_size or arena_size: {error}"
                 ) from error
         library = abi.library()
         arenas = []
         for block, nbytes in zip(blocks, sizes, strict=True):
-            handle, address = library.arena_adopt(torch._C._to_dlpack(block))  # type: ignore[attr-defined]
+            handle, address = library.arena_adopt(torch._C._to_dlpack(block))
             arenas.append(Arena(handle, address, nbytes))
         return arenas
 
@@ -181,8 +185,8 @@ class CudaMemory:
             if self._checked or not blocks or self._holds(blocks[0].data_ptr()):
                 self._checked = True
                 return blocks
-            # Inside somebody else's use_mem_pool the inner pool gets nothing (pytorch #161193). Pools are chosen by
-            # thread, so another thread is outside of it.
+            # Inside somebody else's use_mem_pool the inner pool gets nothing (pytorch #161193). Pools are
+            # chosen by thread, so another thread is outside of it.
             del blocks
             self._outside = True
         return self._in_another_thread(sizes)
@@ -195,18 +199,19 @@ class CudaMemory:
         assert self._pool is not None
         return any(
             segment["address"] <= address < segment["address"] + segment["total_size"]
-            for segment in self._pool.snapshot()
+            for segment in self._pool.snapshot()  # type: ignore[no-untyped-call]
         )
 
     def _in_another_thread(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        stream = torch.cuda.current_stream(self.device)
+        pool, stream = self._pool, torch.cuda.current_stream(self.device)
+        assert pool is not None
         made: list[list[torch.Tensor]] = []
         failed: list[BaseException] = []
 
         def work() -> None:
             try:
                 # Blocks return in the order of the stream that was current when they were made: the caller's.
-                with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool, device=self.device):
+                with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool, device=self.device):
                     made.append(self._empty(sizes))
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 failed.append(error)

@@ -1,7 +1,8 @@
 """One load under way: an engine, the layout that it fills, and the arenas.
 
-Arenas are released only after the engine is closed or their tickets have landed: no block is written after it is given
-back. The object is owned by whoever calls close(); it refers to no iterator, so that it can outlive one.
+Arenas are released only after the engine is closed or their tickets have landed: no block is written after it
+is given back. The object is owned by whoever calls close(); it refers to no iterator, so that it can outlive
+one.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Clock:
 class Transfer:
     """Wanted tensors on their way into arenas of one device, batch by batch.
 
-    Call submit(), wait() and tensors() for each batch in turn, then finish(); close() at any time, more than once.
+    Call submit(), wait() and tensors() for each batch in turn, then finish(); close() at any time, more than
+    once.
     """
 
     def __init__(
@@ -117,15 +119,16 @@ class Transfer:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         low, high = self._run_edges[first], self._run_edges[first + count]
         runs = slice(low, high)
-        arena = layout.run_arena[runs]
+        owners = layout.run_arena[runs]
         pieces = plan_pieces.new_pieces(
             self._files[layout.run_file[runs]],
             layout.run_start[runs],
             layout.run_nbytes[runs],
-            self._addresses[arena] + layout.run_offset[runs].astype(np.uint64),
+            self._addresses[owners] + layout.run_offset[runs].astype(np.uint64),
         )
-        # Runs of one arena that come one after another belong to one batch: nothing but padding lies between them.
-        pieces["flags"][1:] = np.where(arena[1:] == arena[:-1], plan_pieces.JOIN, 0)
+        # Runs of one arena that come one after another belong to one batch: nothing but padding lies between
+        # them.
+        pieces["flags"][1:] = np.where(owners[1:] == owners[:-1], plan_pieces.JOIN, 0)
         if len(pieces):
             self._engine.submit(pieces, self.memory.stream())
         self._tickets += self._run_edges[first + 1 : first + count + 1]

@@ -1,8 +1,8 @@
 """Bytes to tensors: the tensors of an arena, each with a storage of exactly its own bytes.
 
-A tensor is made from a DLPack capsule that the native library makes with the final dtype and shape; it keeps its arena
-alive without a Python object. No call here gives the GIL away for each tensor: with another busy thread, getting it back
-costs up to 5 ms, a capsule 3 us.
+A tensor is made from a DLPack capsule that the native library makes with the final dtype and shape; it keeps
+its arena alive without a Python object. No call here gives the GIL away for each tensor: with another busy
+thread, getting it back costs up to 5 ms, a capsule 3 us.
 """
 
 from __future__ import annotations
@@ -25,21 +25,30 @@ from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.plan.slices import Slice
 from tensorlift.tensors.memory import Arena, Memory
 
-__all__ = ["Table", "check_expressible", "collector_paused", "integers_of", "sliced", "torch_dtype", "torch_shape"]
+__all__ = [
+    "Single",
+    "Table",
+    "check_expressible",
+    "collector_paused",
+    "sliced",
+    "torch_dtype",
+    "torch_shape",
+]
 
 Ints = npt.NDArray[np.int64]
 
 _CODES, _BITS, _LANES = (np.array([dtype.dl[part] for dtype in dtypes.ALL]) for part in range(3))
 _ALIGNMENTS = np.array([dtype.alignment for dtype in dtypes.ALL], np.int64)
 _ELEMENTS = np.array([dtype.elements for dtype in dtypes.ALL], np.int64)
-# Integers of the same size, for dtypes whose DLPack this torch refuses: DLPack's code of signed ones is 0, unsigned 1.
+# Integers of the same size, for dtypes whose DLPack this torch refuses: DLPack's code of signed ones is 0,
+# unsigned 1.
 _STAND_INS = {1: (1, 8, 1), 2: (0, 16, 1), 4: (0, 32, 1), 8: (0, 64, 1)}
 _from_dlpack = torch._C._from_dlpack
 
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses the garbage collector: with 30,000 new tensors it takes longer than making them (463 ms against 206)."""
+    """Pauses the garbage collector: making 30,000 tensors took 206 ms without and 463 ms with it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -67,20 +76,24 @@ def check_expressible(checkpoint: Checkpoint, rows: Ints) -> None:
     ids = checkpoint.dtypes[rows]
     for number in np.unique(ids).tolist():
         dtype = dtypes.ALL[number]
-        wanted = rows[ids == number]
-        known = torch_dtype(dtype)
-        for row in wanted.tolist():
-            shape = checkpoint.shapes[row]
-            if known is not None and (dtype.elements == 1 or (shape and shape[-1] % dtype.elements == 0)):
-                if dtype.elements == 1:
-                    break
-                continue
-            path = checkpoint.shards[int(checkpoint.shard_of[row])].path
-            why = f"its last dimension must be even, shape {list(shape)}" if known else "which this torch does not have"
-            raise DtypeError(
-                f"{path}: tensor {checkpoint.names[row]!r} has dtype {dtype.code}, {why} (torch {torch.__version__}); "
-                "leave it out with names=, or use another torch"
-            )
+        if torch_dtype(dtype) is None or dtype.elements > 1:
+            for row in rows[ids == number].tolist():
+                _check_row(checkpoint, row, dtype)
+
+
+def _check_row(checkpoint: Checkpoint, row: int, dtype: dtypes.Dtype) -> None:
+    shape = checkpoint.shapes[row]
+    if torch_dtype(dtype) is None:
+        why = "which this torch does not have"
+    elif dtype.elements > 1 and (not shape or shape[-1] % dtype.elements):
+        why = f"of which torch packs {dtype.elements} in the last dimension: shape {list(shape)} does not fit"
+    else:
+        return
+    path = checkpoint.shards[int(checkpoint.shard_of[row])].path
+    raise DtypeError(
+        f"{path}: tensor {checkpoint.names[row]!r} has dtype {dtype.code}, {why} "
+        f"(torch {torch.__version__}); leave it out with names=, or use another torch"
+    )
 
 
 @functools.cache
@@ -91,15 +104,9 @@ def _capsule_type(number: int) -> tuple[int, int, int]:
     """
     dtype = dtypes.ALL[number]
     with contextlib.closing(_Scratch()) as scratch, torch.inference_mode(False):
-        spec = abi.CapsuleSpec(
-            np.zeros(1, np.uint64),
-            np.array([dtype.dl[0]], np.uint8),
-            np.array([dtype.dl[1]], np.uint8),
-            np.array([dtype.dl[2]], np.uint16),
-            np.ones(1, np.int32),
-            np.ones(1, np.int64),
-        )
-        capsule = abi.library().capsules(scratch.handle, scratch.address, spec, (1, 0))[0]
+        capsule = abi.library().capsules(
+            scratch.handle, scratch.address, _spec_of_one(dtype.dl, (1,)), (1, 0)
+        )[0]
         try:
             if _from_dlpack(capsule).dtype is torch_dtype(dtype):
                 return dtype.dl
@@ -157,7 +164,7 @@ class Table:
     def tensors(
         self, first: int, last: int, arena: Arena | None, offsets: Ints, memory: Memory
     ) -> list[torch.Tensor]:
-        """Tensors [first, last), all in one arena at ``offsets`` (of these tensors); arena None: none has bytes."""
+        """Tensors [first, last), in one arena at ``offsets`` (of these); arena None: none has bytes."""
         with torch.inference_mode(False):
             solid = self.sizes[first:last] > 0
             if arena is not None and solid.all():
@@ -191,7 +198,7 @@ class Table:
         else:
             parts = [self._dims[self._edges[at] : self._edges[at + 1]] for at in positions.tolist()]
             dims = np.concatenate(parts)
-        spec = abi.CapsuleSpec(offsets, codes, bits, lanes, ndims, dims)
+        spec = abi.CapsuleSpec(offsets.astype(np.uint64), codes, bits, lanes, ndims, dims)
         capsules = abi.library().capsules(arena.handle, arena.address, spec, memory.dlpack_device)
         made = list(map(_from_dlpack, capsules))
         for number in replaced:
@@ -201,18 +208,55 @@ class Table:
         return made
 
 
-def integers_of(arena: Arena, item_nbytes: int, memory: Memory) -> torch.Tensor:
-    """All of an arena as integers of 1, 2, 4 or 8 bytes, in one dimension."""
-    code, bits, lanes = _STAND_INS[item_nbytes]
-    spec = abi.CapsuleSpec(
+def _spec_of_one(kind: tuple[int, int, int], shape: tuple[int, ...]) -> abi.CapsuleSpec:
+    """One tensor at the start of its arena."""
+    return abi.CapsuleSpec(
         np.zeros(1, np.uint64),
-        np.array([code], np.uint8),
-        np.array([bits], np.uint8),
-        np.array([lanes], np.uint16),
-        np.ones(1, np.int32),
-        np.array([arena.nbytes // item_nbytes], np.int64),
+        np.array(kind[:1], np.uint8),
+        np.array(kind[1:2], np.uint8),
+        np.array(kind[2:], np.uint16),
+        np.array((len(shape),), np.int32),
+        np.array(shape, np.int64),
     )
+
+
+class Single:
+    """One tensor of a checkpoint, without the columns of a Table: for what is asked for one by one."""
+
+    def __init__(self, checkpoint: Checkpoint, row: int) -> None:
+        """Raises DtypeError where the running torch cannot express it."""
+        self._format = dtypes.ALL[int(checkpoint.dtypes[row])]
+        _check_row(checkpoint, row, self._format)
+        self.shape = torch_shape(self._format, checkpoint.shapes[row])
+        self.item_nbytes = self._format.alignment
+        self.start, self.nbytes = int(checkpoint.starts[row]), int(checkpoint.sizes[row])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype in torch."""
+        found = torch_dtype(self._format)
+        assert found is not None
+        return found
+
+    def empty(self, shape: tuple[int, ...], memory: Memory) -> torch.Tensor:
+        """A tensor of this dtype without elements."""
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=self.dtype, device=memory.device)
+
+    def tensor(self, arena: Arena, memory: Memory) -> torch.Tensor:
+        """The tensor, from an arena that holds nothing else."""
+        kind = _capsule_type(self._format.id)
+        made = _made(arena, kind, self.shape, memory)
+        return made if kind == self._format.dl else made.view(self.dtype)
+
+    def integers(self, arena: Arena, memory: Memory) -> torch.Tensor:
+        """All of an arena as integers of the size of an item, in one dimension."""
+        return _made(arena, _STAND_INS[self.item_nbytes], (arena.nbytes // self.item_nbytes,), memory)
+
+
+def _made(arena: Arena, kind: tuple[int, int, int], shape: tuple[int, ...], memory: Memory) -> torch.Tensor:
     with torch.inference_mode(False):
+        spec = _spec_of_one(kind, shape)
         (capsule,) = abi.library().capsules(arena.handle, arena.address, spec, memory.dlpack_device)
         return _from_dlpack(capsule)
 

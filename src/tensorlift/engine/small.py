@@ -1,0 +1,81 @@
+"""Small reads on the caller's own thread.
+
+Waking a thread of the engine costs more than reading a small tensor: asking for 1,000 tensors of 8 KiB one by
+one took 0.9 ms each through the engine on a 2-core machine under load, 0.05 ms this way. Buffered, in place,
+on a CPU only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from tensorlift.engine import abi
+from tensorlift.engine.abi import Status
+from tensorlift.engine.failures import Failure, exception_of
+from tensorlift.format.checkpoint import Shard
+
+__all__ = ["LARGEST", "SmallReads"]
+
+# From here on threads and direct reads pay.
+LARGEST = 1 << 20
+
+
+class _Descriptor:
+    """An open file that closes with its last user: no thread reads from a number given out again."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, shard: Shard) -> None:
+        try:
+            self.number = os.open(shard.absolute, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise exception_of(Failure(Status.OPEN, "", error.errno or 0), shard) from error
+        facts = os.fstat(self.number)
+        if (facts.st_dev, facts.st_ino, facts.st_size) != (shard.device, shard.inode, shard.nbytes):
+            found = f"it was {shard.nbytes} bytes long, now {facts.st_size}"
+            os.close(self.number)
+            raise exception_of(Failure(Status.REPLACED, found), shard)
+        # Tensors are asked for in any order: no readahead beyond what is asked for.
+        os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def __del__(self) -> None:
+        number = getattr(self, "number", None)
+        if number is not None:
+            os.close(number)
+
+
+class SmallReads:
+    """Files opened at their first read and kept open; may be used from several threads."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, _Descriptor] = {}
+        self._lock = threading.Lock()
+
+    def read(self, number: int, shard: Shard, offset: int, nbytes: int, address: int) -> None:
+        """Reads ``nbytes`` bytes at ``offset`` of a file to ``address``; ``number`` is the file's own for
+        this object.
+
+        Raises TruncatedError, ReadError, FileError as the engine does.
+        """
+        with self._lock:
+            file = self._files.get(number)
+            if file is None:
+                file = self._files[number] = _Descriptor(shard)
+        done = 0
+        while done < nbytes:
+            try:
+                got = abi.pread(file.number, address + done, nbytes - done, offset + done)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                failure = Failure(Status.READ, "", error.errno or 0, 0, offset, nbytes, done)
+                raise exception_of(failure, shard) from error
+            if got == 0:
+                raise exception_of(Failure(Status.TRUNCATED, "", 0, 0, offset, nbytes, done), shard)
+            done += got
+
+    def close(self) -> None:
+        """Closes each file when its last read is over."""
+        with self._lock:
+            self._files.clear()
