@@ -167,7 +167,8 @@ def check_module_names(root: Path, files: list[str]) -> list[str]:
 
 def listed_in_structure(text: str) -> dict[str, str]:
     """Path -> description, from sections headed by a folder and items that start with a file."""
-    listed, base = {}, ""
+    listed: dict[str, str] = {}
+    base = ""
     for line in text.splitlines():
         if heading := re.match(r"#+ .*`([\w./-]+/)`", line):
             base = heading.group(1)

@@ -157,7 +157,7 @@ def _split(specs: list[Spec], shards: int) -> list[list[Spec]]:
 def _block() -> bytes:
     # Clearing one bit of the exponent keeps every bf16 finite.
     words = np.random.default_rng(0).integers(0, 2**16, _BLOCK_BYTES // 2, dtype=np.uint16)
-    return (words & np.uint16(0xBFFF)).tobytes()
+    return bytes((words & np.uint16(0xBFFF)).data)
 
 
 def _header(specs: list[Spec]) -> tuple[bytes, int]:

@@ -58,7 +58,7 @@ class Ceilings:
     def cached_share(self, files: Sequence[Path]) -> float:
         """Share of the files' bytes that are in the page cache, from 0 to 1, as mincore says."""
         answer = self._run("cached", *map(str, files))
-        return float(answer["cached"]) / max(1, answer["bytes"])
+        return float(answer["cached"] / max(1, answer["bytes"]))
 
     def _run(self, *arguments: str) -> dict[str, Any]:
         done = subprocess.run([self._program, *arguments], capture_output=True, text=True)

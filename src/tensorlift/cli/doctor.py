@@ -86,7 +86,8 @@ def _devices(abi: Any) -> list[dict[str, Any]]:
     from tensorlift.engine.abi import DEVICE_CUDA, DEVICE_HIP
 
     seen = torch.cuda.device_count()
-    build = f"torch {torch.__version__} has no CUDA or ROCm" if not torch.backends.cuda.is_built() else None
+    without = torch.version.cuda is None and torch.version.hip is None
+    build = f"torch {torch.__version__} is built without CUDA and ROCm" if without else None
     found: list[dict[str, Any]] = [{"name": "cpu", "works": True, "count": 1, "reason": None}]
     for name, kind, ours in (
         ("cuda (CUDA)", DEVICE_CUDA, torch.version.hip is None),
