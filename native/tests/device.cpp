@@ -237,8 +237,10 @@ TEST(two_engines_and_two_kinds_at_once) {
     Folder folder;
     const Bytes content = random_bytes(1500000, 3);
     write_file(folder.file("data"), content);
-    standin(TL_DEVICE_CUDA).set_copy_jitter_us(500, 1);
-    standin(TL_DEVICE_HIP).set_copy_jitter_us(500, 2);
+    const StandIn &cuda = standin(TL_DEVICE_CUDA);
+    const StandIn &hip = standin(TL_DEVICE_HIP);
+    cuda.set_copy_jitter_us(500, 1);
+    hip.set_copy_jitter_us(500, 2);
     std::vector<std::string> problems(4);
     std::vector<std::thread> threads;
     for (std::size_t i = 0; i < problems.size(); ++i) {
@@ -263,6 +265,8 @@ TEST(two_engines_and_two_kinds_at_once) {
     for (const std::string &problem : problems) {
         REQUIRE_EQ(problem, "");
     }
+    cuda.require_clean();
+    hip.require_clean();
 }
 
 TEST_MAIN

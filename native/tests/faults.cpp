@@ -48,8 +48,10 @@ Load run(const StandIn &device, const std::string &path, const Bytes &content) {
         note(status, error);
         note(tl_engine_stream_wait(engine, consumer, &error), error);
     }
-    device.copy(consumer, taken.data(), memory.data(), memory.size());
-    device.stream_sync(consumer);
+    if (load.status == TL_OK) {
+        device.copy(consumer, taken.data(), memory.data(), memory.size());
+        device.stream_sync(consumer);
+    }
     load.right = taken == content;
     tl_stats stats{};
     stats.struct_size = sizeof stats;

@@ -1,7 +1,6 @@
 """Runs a function of a test module in a process of its own, which may be crippled or die.
 
-The function is named by module file and name, gets and returns plain JSON values, and its exceptions come back as
-``{"error": class name, "bases": [...], "message": text}``.
+The function is named by module file and name, and gets and returns plain JSON values.
 """
 
 from __future__ import annotations
@@ -11,17 +10,33 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+# The project's exceptions come back as this, under ERROR; any other ends the child.
+ERROR = "error"
 TESTS = Path(__file__).resolve().parents[1]
 
 
 def call(
     function: Callable[..., Any], *arguments: Any, environ: Mapping[str, str] | None = None, seconds: float = 60
 ) -> Any:
-    """What ``function(*arguments)`` returns in a new process; AssertionError where it dies or takes too long."""
+    """What ``function(*arguments)`` returns in a new process; AssertionError where it dies.
+
+    A TensorliftError comes back as ``{"error": class name, "message": text, "trace": text}`` from `caught`, and fails
+    here.
+    """
+    answer = caught(function, *arguments, environ=environ, seconds=seconds)
+    assert not (isinstance(answer, dict) and ERROR in answer), answer["trace"]
+    return answer
+
+
+def caught(
+    function: Callable[..., Any], *arguments: Any, environ: Mapping[str, str] | None = None, seconds: float = 60
+) -> Any:
+    """As call(), with the project's exceptions as values."""
     request = json.dumps([function.__code__.co_filename, function.__name__, arguments])
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
@@ -45,14 +60,12 @@ def _answer() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["child_module"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
+    from tensorlift.errors import TensorliftError
+
     try:
         answer = getattr(module, name)(*arguments)
-    except Exception as error:
-        answer = {
-            "error": type(error).__name__,
-            "bases": [base.__name__ for base in type(error).__mro__],
-            "message": str(error),
-        }
+    except TensorliftError as error:
+        answer = {ERROR: type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
     print(json.dumps(answer))
 
 

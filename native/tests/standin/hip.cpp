@@ -9,7 +9,7 @@ using namespace standin;
 
 namespace {
 
-thread_local int current_device = 0;
+thread_local int current_device __attribute__((tls_model("initial-exec"))) = 0;
 
 #define HIP_ENTER(name)                      \
     if (const int injected = enter(#name)) { \

@@ -1,0 +1,129 @@
+"""Files that change under a load, and processes that fork: an ordinary error from every back end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import child
+from support.checkpoints import random_row, write_safetensors
+from tensorlift import loading
+from tensorlift.engine import abi
+from tensorlift.errors import FileError, TensorliftError, TruncatedError
+
+MIB = 1 << 20
+BACKENDS = ["AUTO", "PREAD", "URING", "MMAP"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    probe = tmp_path / "probe"
+    probe.write_bytes(bytes(8192))
+    reason = abi.library().backend_probe(request.param, str(probe))
+    if reason is not None:
+        pytest.skip(f"{request.param} cannot be used here: {reason}")
+    return str(request.param)
+
+
+def write(path: Path, seed: int = 0) -> Path:
+    return write_safetensors(path, {f"t{k}": random_row("U8", [MIB], seed + k) for k in range(12)})
+
+
+def opened(path: Path, backend: str) -> loading.Weights:
+    return loading.open(path, backend=backend, arena_size="1MiB", buffer_size="2MiB", chunk_size="64KiB")
+
+
+def test_truncated_after_opening(tmp_path: Path, backend: str) -> None:
+    path = write(tmp_path / "model.safetensors")
+    weights = opened(path, backend)
+    os.truncate(path, 5 * MIB)
+    with pytest.raises(TruncatedError, match="model.safetensors"):
+        list(weights)
+
+
+def test_truncated_while_it_is_read(tmp_path: Path, backend: str) -> None:
+    path = write(tmp_path / "model.safetensors")
+    live = abi.library().arena_live()
+    kept: list[torch.Tensor] = []
+
+    def consume() -> None:
+        with opened(path, backend) as weights:
+            for _, tensor in weights:
+                kept.append(tensor)
+                os.truncate(path, 5 * MIB)
+
+    with pytest.raises(TruncatedError, match=r"model\.safetensors") as caught:
+        consume()
+    assert "t4" in str(caught.value) or "t5" in str(caught.value) or str(5 * MIB) in str(caught.value)
+    assert 1 <= len(kept) <= 5
+    kept.clear()
+    assert abi.library().arena_live() == live
+
+
+def test_emptied_under_a_load_into(tmp_path: Path, backend: str) -> None:
+    path = write(tmp_path / "model.safetensors")
+    state = {f"t{k}": torch.zeros(MIB, dtype=torch.uint8) for k in range(12)}
+
+    def cut(done: int, total: int) -> None:
+        os.truncate(path, 100)
+
+    os.truncate(path, 12 * MIB)
+    with pytest.raises(TensorliftError, match="model.safetensors"):
+        loading.load_into(state, path, backend=backend, progress=cut)
+
+
+def test_replaced_after_opening(tmp_path: Path, backend: str) -> None:
+    path = write(tmp_path / "model.safetensors")
+    weights = opened(path, backend)
+    os.replace(write(tmp_path / "other", seed=50), path)
+    with pytest.raises(FileError, match="model.safetensors.*replaced"):
+        list(weights)
+
+
+def test_removed_after_opening(tmp_path: Path, backend: str) -> None:
+    path = write(tmp_path / "model.safetensors")
+    weights = opened(path, backend)
+    path.unlink()
+    with pytest.raises(FileError, match="model.safetensors.*gone") as caught:
+        list(weights)
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+def fork_in_the_middle(name: str, backend: str) -> dict[str, Any]:
+    """In a child: its own child goes on with the iterator, and only an error may come of it."""
+    import warnings
+
+    weights = opened(Path(name), backend)
+    tensors = iter(weights)
+    first = next(tensors)[0]
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks with threads: that is what this is about.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            for _ in tensors:
+                pass
+            os.write(theirs, b"no error")
+        except TensorliftError as error:
+            os.write(theirs, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    said = b""
+    while part := os.read(ours, 4096):
+        said += part
+    os.waitpid(pid, 0)
+    return {"first": first, "child": said.decode(), "rest": len(list(tensors))}
+
+
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on(tmp_path: Path, backend: str) -> None:
+    path = write(tmp_path / "model.safetensors")
+    answer = child.call(fork_in_the_middle, str(path), backend)
+    assert "fork" in answer["child"]
+    assert answer["first"] == "t0"
+    assert answer["rest"] == 11
