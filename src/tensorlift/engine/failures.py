@@ -74,13 +74,12 @@ def exception_of(failure: Failure, shard: Shard | None) -> TensorliftError:
             "load again when nothing writes it"
         )
     if status == Status.OPEN:
-        return _open_error(failure, where, said, shard)
+        return _open_error(failure, where, said)
     if status == Status.READ:
         reason = os.strerror(failure.os_errno) if failure.os_errno else "read failed"
         return _with_errno(
             ReadError(f"{where}{reason}: wanted {failure.wanted} bytes {place}, got {failure.got}{said}"),
             failure.os_errno,
-            shard,
         )
     if status == Status.BACKEND:
         return BackendError(
@@ -105,17 +104,15 @@ def exception_of(failure: Failure, shard: Shard | None) -> TensorliftError:
     return MachineError(f"{where}the engine failed with status {status}{said}")
 
 
-def _open_error(failure: Failure, where: str, said: str, shard: Shard | None) -> TensorliftError:
+def _open_error(failure: Failure, where: str, said: str) -> TensorliftError:
     reason = os.strerror(failure.os_errno) if failure.os_errno else "not to be opened"
     if failure.os_errno == errno.ENOENT:
         text = f"{where}the file is gone since its header was read{said}"
-        return _with_errno(CheckpointNotFoundError(text), failure.os_errno, shard)
-    return _with_errno(ReadError(f"{where}could not be opened: {reason}{said}"), failure.os_errno, shard)
+        return _with_errno(CheckpointNotFoundError(text), failure.os_errno)
+    return _with_errno(ReadError(f"{where}could not be opened: {reason}{said}"), failure.os_errno)
 
 
-def _with_errno(
-    error: ReadError | CheckpointNotFoundError, number: int, shard: Shard | None
-) -> TensorliftError:
+def _with_errno(error: ReadError | CheckpointNotFoundError, number: int) -> TensorliftError:
+    # errno alone: with a filename too, OSError would put its own text in the place of the message.
     error.errno = number
-    error.filename = None if shard is None else shard.path
     return error

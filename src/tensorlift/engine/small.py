@@ -34,7 +34,6 @@ class _Descriptor:
         facts = os.fstat(self.number)
         if (facts.st_dev, facts.st_ino, facts.st_size) != (shard.device, shard.inode, shard.nbytes):
             found = f"it was {shard.nbytes} bytes long, now {facts.st_size}"
-            os.close(self.number)
             raise exception_of(Failure(Status.REPLACED, found), shard)
         # Tensors are asked for in any order: no readahead beyond what is asked for.
         os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)

@@ -1,0 +1,197 @@
+"""The engine through its Python class: pieces in, bytes out, tickets, errors, closing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import child
+from support.checkpoints import random_row, write_safetensors
+from tensorlift import sources
+from tensorlift.engine import abi
+from tensorlift.engine.engine import Engine
+from tensorlift.engine.report import report_of
+from tensorlift.engine.sizing import EngineSize
+from tensorlift.errors import CheckpointNotFoundError, FileError, RequestError, TruncatedError
+from tensorlift.format.checkpoint import Shard
+from tensorlift.plan.pieces import new_pieces
+
+SIZE = EngineSize(1 << 16, 1 << 18, 1 << 20, 2, 4, ("AUTO",))
+NBYTES = 300_000
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Shard:
+    path = write_safetensors(tmp_path / "m.safetensors", {"t": random_row("U8", [NBYTES], 1)})
+    return sources.read_headers(sources.find(path)).shards[0]
+
+
+def raw(shard: Shard) -> bytes:
+    with open(shard.absolute, "rb") as file:
+        return file.read()
+
+
+def memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.full(nbytes, 0xAA, np.uint8)
+
+
+def test_pieces_land_where_they_should(shard: Shard) -> None:
+    to, content = memory(NBYTES + 100), raw(shard)
+    with Engine(SIZE) as engine:
+        file = engine.add_file(shard)
+        assert engine.shards == (shard,)
+        address = to.ctypes.data
+        first = engine.submit(new_pieces([file], [10], [5], [address + 50]))
+        second = engine.submit(
+            new_pieces([file] * 3, [64, 0, 7], [200_000, 9, 0], [address + 60, address, 0])
+        )
+        assert (first, second) == (1, 4)
+        engine.wait(second)
+        assert engine.landed == 4
+        assert engine.bytes_done() == 5 + 200_000 + 9
+        report = report_of(engine)
+    wanted = memory(NBYTES + 100)
+    wanted[50:55] = list(content[10:15])
+    wanted[60 : 60 + 200_000] = np.frombuffer(content[64 : 64 + 200_000], np.uint8)
+    wanted[:9] = list(content[:9])
+    assert (to == wanted).all()
+    assert report.nbytes == 200_014
+    assert sum(report.residency.values()) == 1
+    assert report.threads >= 1
+
+
+def test_nothing_submitted_is_nothing_to_wait_for(shard: Shard) -> None:
+    with Engine(SIZE) as engine:
+        engine.add_file(shard)
+        engine.wait(0)
+        assert engine.landed == 0
+
+
+def test_a_closed_engine_says_so(shard: Shard) -> None:
+    engine = Engine(SIZE)
+    engine.close()
+    engine.close()
+    engine.cancel()
+    assert engine.closed
+    for call in (lambda: engine.landed, engine.stats, lambda: engine.wait(1), lambda: engine.add_file(shard)):
+        with pytest.raises(RequestError, match="closed"):
+            call()
+
+
+def test_a_file_that_ends_early_names_the_tensor(shard: Shard) -> None:
+    to = memory(NBYTES)
+    os.truncate(shard.absolute, 100_000)
+    with Engine(SIZE) as engine:
+        file = engine.add_file(shard)
+        ticket = engine.submit(new_pieces([file], [shard.header.starts[0]], [NBYTES], [to.ctypes.data]))
+        with pytest.raises(TruncatedError, match=r"m\.safetensors.*tensor 't'"):
+            engine.wait(ticket)
+
+
+def test_a_file_that_was_replaced(shard: Shard, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(raw(shard))
+    os.replace(other, shard.absolute)
+    to = memory(10)
+    with Engine(SIZE) as engine:
+        ticket = engine.submit(new_pieces([engine.add_file(shard)], [0], [10], [to.ctypes.data]))
+        with pytest.raises(FileError, match=r"m\.safetensors.*replaced"):
+            engine.wait(ticket)
+
+
+def test_a_file_that_is_gone(shard: Shard) -> None:
+    os.unlink(shard.absolute)
+    to = memory(10)
+    with Engine(SIZE) as engine:
+        ticket = engine.submit(new_pieces([engine.add_file(shard)], [0], [10], [to.ctypes.data]))
+        with pytest.raises(CheckpointNotFoundError, match="gone"):
+            engine.wait(ticket)
+
+
+@pytest.fixture
+def never_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tickets stay pending, as with storage that does not answer."""
+    monkeypatch.setitem(abi.library().call, "tl_engine_wait", lambda *_: abi.Status.PENDING)
+
+
+@pytest.mark.usefixtures("never_there")
+def test_a_wait_ends_when_another_thread_closes() -> None:
+    engine = Engine(SIZE)
+    seen: list[BaseException] = []
+    begun = threading.Event()
+
+    def work() -> None:
+        try:
+            engine.wait(5, tick=begun.set)
+        except RequestError as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(10)
+    engine.close()
+    thread.join(10)
+    assert [str(error) for error in seen] == ["the engine is closed"]
+
+
+@pytest.mark.usefixtures("never_there")
+def test_what_a_tick_raises_comes_out() -> None:
+    class Stop(Exception):
+        pass
+
+    def tick() -> None:
+        raise Stop
+
+    with Engine(SIZE) as engine, pytest.raises(Stop):
+        engine.wait(1, tick)
+
+
+def forked_wait(path: str) -> str:
+    shard = sources.read_headers(sources.find(path)).shards[0]
+    to = memory(10)
+    engine = Engine(SIZE)
+    file = engine.add_file(shard)
+    pieces = new_pieces([file], [0], [10], [to.ctypes.data])
+    engine.wait(engine.submit(pieces))
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            engine.wait(1)
+            engine.submit(pieces)
+            answer = "no error"
+        except RequestError as error:
+            answer = str(error)
+        engine.close()
+        os.write(write, answer.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    engine.close()
+    return os.read(read, 1000).decode()
+
+
+def test_a_forked_child_gets_an_error(shard: Shard) -> None:
+    assert "parent process" in child.call(forked_wait, os.fsdecode(shard.absolute))
+
+
+def test_arenas_are_counted() -> None:
+    library = abi.library()
+    before = library.arena_live()
+    arena, address = library.arena_host(10)
+    assert address % 4096 == 0
+    assert library.arena_live() == before + 1
+    library.arena_release(arena)
+    assert library.arena_live() == before
+
+
+def test_probes_answer(shard: Shard) -> None:
+    library = abi.library()
+    assert library.backend_probe("PREAD", os.fsdecode(shard.absolute)) is None
+    assert "No such file" in (library.backend_probe("PREAD", "/no/such/file") or "")
+    assert library.backend_not_built("PREAD") is None
+    count, reason = library.driver_probe(abi.DEVICE_HIP)
+    assert count > 0 or reason

@@ -1,0 +1,73 @@
+"""Finding and loading the native library."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from support import child
+from tensorlift.engine import abi, library
+from tensorlift.errors import LibraryError
+
+
+def test_a_chosen_library_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.VARIABLE, "/no/such/library.so")
+    with pytest.raises(LibraryError, match=r"TENSORLIFT_LIBRARY is '/no/such/library\.so'"):
+        library.find_library()
+
+
+def test_the_chosen_library_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    chosen = tmp_path / "mine.so"
+    chosen.write_bytes(b"")
+    monkeypatch.setenv(library.VARIABLE, str(chosen))
+    assert library.find_library() == str(chosen)
+
+
+def test_no_library_names_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(library.VARIABLE, raising=False)
+    monkeypatch.setattr(library, "FILE_NAME", "libnothere.so")
+    with pytest.raises(LibraryError, match=r"libnothere\.so was not found at .*pip install"):
+        library.find_library()
+
+
+def test_what_is_no_library(tmp_path: Path) -> None:
+    path = tmp_path / "text.so"
+    path.write_text("no library")
+    with pytest.raises(LibraryError, match="does not load"):
+        abi.Abi(str(path))
+
+
+def test_a_library_of_something_else() -> None:
+    name = ctypes.util.find_library("m")
+    if name is None:
+        pytest.skip("no libm.so to stand for a foreign library")
+    with pytest.raises(LibraryError, match="has no tl_abi_version"):
+        abi.Abi(name)
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abi, "ABI_VERSION", 9999)
+    with pytest.raises(LibraryError, match="this package needs 9999"):
+        abi.Abi(abi.library().path)
+
+
+def imported() -> dict[str, bool | list[str]]:
+    before = set(os.listdir("/proc/self/task"))
+    import tensorlift
+
+    quiet = set(os.listdir("/proc/self/task")) == before
+    torch = "torch" in sys.modules
+    with open("/proc/self/maps") as maps:
+        loaded = "libtensorlift" in maps.read()
+    return {"torch": torch, "library": loaded, "quiet": quiet, "all": tensorlift.__all__}
+
+
+def test_importing_starts_nothing_and_loads_neither_torch_nor_the_library() -> None:
+    found = child.call(imported)
+    assert not found["torch"]
+    assert not found["library"]
+    assert found["quiet"]
+    assert found["all"] == sorted(found["all"])

@@ -1,0 +1,85 @@
+"""Automatic numbers: what small and large work, caches and options lead to."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorlift.engine.sizing import GIB, KIB, MIB, PAGE, Facts, budget, size_engine
+from tensorlift.errors import OptionError
+from tensorlift.options import LoadOptions
+
+BIG = Facts(cpus=64, cache=300 * MIB)
+
+
+def test_a_large_load_on_a_large_machine() -> None:
+    size = size_engine(LoadOptions(), 30 * GIB, device=True, facts=BIG)
+    assert (size.chunk_size, size.slot_size, size.pinned_bytes) == (MIB, 16 * MIB, 128 * MIB)
+    assert (size.threads, size.io_depth, size.backends) == (16, 32, ("AUTO",))
+
+
+def test_a_tiny_model_pins_a_few_pages() -> None:
+    size = size_engine(LoadOptions(), 4 * KIB, device=True, facts=BIG)
+    assert size.pinned_bytes <= 16 * KIB
+    assert size.threads == 1
+
+
+@pytest.mark.parametrize(
+    ("cache", "pinned"), [(32 * MIB, 24 * MIB), (100 * MIB, 48 * MIB), (None, 128 * MIB)]
+)
+def test_the_ring_fits_into_half_the_cache(cache: int | None, pinned: int) -> None:
+    size = size_engine(LoadOptions(), GIB, device=True, facts=Facts(4, cache))
+    assert size.pinned_bytes == pinned
+    assert size.pinned_bytes // size.slot_size >= 3
+
+
+def test_explicit_numbers_are_taken() -> None:
+    options = LoadOptions(
+        chunk_size=8 * KIB,
+        slot_size=10 * KIB,
+        pinned_bytes=64 * KIB,
+        threads=3,
+        io_depth=2,
+        backend=("PREAD", "MMAP"),
+    )
+    size = size_engine(options, GIB, device=True, facts=BIG)
+    assert (size.chunk_size, size.slot_size, size.pinned_bytes) == (8 * KIB, 16 * KIB, 64 * KIB)
+    assert (size.threads, size.io_depth, size.backends) == (3, 2, ("PREAD", "MMAP"))
+
+
+def test_a_ring_that_holds_no_two_slots_is_refused() -> None:
+    with pytest.raises(OptionError, match="pinned_bytes is 1048576, which holds less than two slots"):
+        size_engine(LoadOptions(slot_size=MIB, pinned_bytes=MIB), GIB, device=True, facts=BIG)
+    with pytest.raises(OptionError, match="two slots"):
+        size_engine(LoadOptions(pinned_bytes=KIB), 4 * GIB, device=True, facts=BIG)
+
+
+@given(
+    st.integers(0, 1 << 36),
+    st.booleans(),
+    st.integers(1, 256),
+    st.one_of(st.none(), st.integers(1 << 16, 1 << 30)),
+    st.one_of(st.none(), st.integers(1, 1 << 13)),
+    st.one_of(st.none(), st.integers(1, 1 << 28)),
+)
+def test_what_the_engine_asks_for_holds_always(
+    nbytes: int, device: bool, cpus: int, cache: int | None, pages: int | None, slot: int | None
+) -> None:
+    options = LoadOptions(chunk_size=None if pages is None else pages * PAGE, slot_size=slot)
+    size = size_engine(options, nbytes, device=device, facts=Facts(cpus, cache))
+    assert size.chunk_size % PAGE == 0
+    assert size.slot_size % size.chunk_size == 0
+    assert size.pinned_bytes % size.slot_size == 0
+    assert size.pinned_bytes >= 2 * size.slot_size
+    assert 1 <= size.threads <= min(cpus, 16)
+    if pages is None and slot is None and device:
+        assert size.pinned_bytes <= max(2 * PAGE, 2 * nbytes + 2 * MIB)
+
+
+def test_budgets() -> None:
+    assert budget(LoadOptions(), device=True, free=80 * GIB).arena_size == 256 * MIB
+    assert budget(LoadOptions(), device=True, free=80 * GIB).buffer_size == GIB
+    little = budget(LoadOptions(), device=True, free=200 * MIB)
+    assert little.arena_size * 2 <= little.buffer_size <= 100 * MIB
+    assert budget(LoadOptions(), device=False, free=None).arena_size % (2 * MIB) == 0
+    assert budget(LoadOptions(arena_size=5, buffer_size=7), device=True, free=None).arena_size == 5
