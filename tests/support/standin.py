@@ -194,8 +194,11 @@ class StandInMemory:
 
 
 @contextlib.contextmanager
-def device(kind: int = abi.DEVICE_CUDA, **options: int) -> Iterator[StandInMemory]:
-    """Makes "cuda" devices of the loader come from the stand-in, on a fresh driver, which must be clean at the end."""
+def device(kind: int = abi.DEVICE_CUDA, cpu_too: bool = False, **options: int) -> Iterator[StandInMemory]:
+    """Makes "cuda" devices of the loader come from the stand-in, on a fresh driver, which must be clean at the end.
+
+    ``cpu_too``: CPU tensors count as the device's, so that load_into writes to them through it.
+    """
     the_driver = driver(kind)
     the_driver.reset()
     the_driver.ready()
@@ -203,7 +206,7 @@ def device(kind: int = abi.DEVICE_CUDA, **options: int) -> Iterator[StandInMemor
     original = memory_module.for_device
 
     def for_device(wanted: object) -> memory_module.Memory:
-        return stand_in if str(wanted).startswith("cuda") else original(wanted)
+        return stand_in if cpu_too or str(wanted).startswith("cuda") else original(wanted)
 
     memory_module.for_device = for_device
     try:
