@@ -194,7 +194,8 @@ TL_API tl_status tl_engine_destroy(tl_engine *engine, tl_error *error);
 /* Arenas: reference counted memory that tensors share. The last reference gone, the memory goes back, on whichever
  * thread that is, without the GIL. */
 
-/* Anonymous host memory, zero filled, 2 MiB aligned where it is that large, huge pages advised. One reference. */
+/* Host memory, zero filled. From 64 KiB on a map of its own: page aligned, from 2 MiB on 2 MiB aligned with huge pages
+ * advised; less is 64 bytes aligned. One reference. */
 TL_API tl_status tl_arena_host(uint64_t nbytes, tl_arena **arena, uint64_t *address, tl_error *error);
 
 /* Takes over a DLManagedTensor (the pointer in an unversioned DLPack capsule): its deleter is called when the last

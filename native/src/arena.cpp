@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <new>
 
 #include "dlpack.hpp"
@@ -12,6 +13,17 @@ namespace {
 
 constexpr uint64_t kHugePage = 2 << 20;
 std::atomic<uint64_t> live{0};
+
+// From here on a map of its own; less comes from the heap, since a process may have 65,530 maps (vm.max_map_count).
+constexpr uint64_t kSmallestMap = 64 << 10;
+
+// Zeros from the heap, at a cache line.
+void *heap_memory(uint64_t nbytes) {
+    const uint64_t rounded = round_up(nbytes, 64);
+    void *memory = std::aligned_alloc(64, rounded);
+    if (memory) std::memset(memory, 0, rounded);
+    return memory;
+}
 
 // Anonymous memory, at a multiple of the huge page where it is that large.
 void *map_memory(uint64_t nbytes) {
@@ -37,12 +49,7 @@ void arena_hold(tl_arena *arena) {
 
 void arena_drop(tl_arena *arena) {
     if (arena->references.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    if (arena->nbytes) {
-        munmap(arena->memory, arena->nbytes);
-    } else {
-        auto *managed = static_cast<DLManagedTensor *>(arena->memory);
-        if (managed->deleter) managed->deleter(managed);
-    }
+    arena->give_back(arena);
     delete arena;
     live--;
 }
@@ -55,15 +62,17 @@ Failure arena_host(uint64_t nbytes, tl_arena **arena, uint64_t *address) {
     if (nbytes == 0 || nbytes > static_cast<uint64_t>(INT64_MAX)) {
         return failure(TL_ERR_ARGUMENT, "an arena needs from 1 byte to 8 EiB");
     }
-    const uint64_t mapped = round_up(nbytes, kPage);
-    void *memory = map_memory(mapped);
-    auto *made = memory ? new (std::nothrow) tl_arena : nullptr;
-    if (!made) {
-        if (memory) munmap(memory, mapped);
-        return os_failure(TL_ERR_MEMORY, ENOMEM, "cannot map " + std::to_string(nbytes) + " bytes of host memory");
+    const bool small = nbytes < kSmallestMap;
+    auto *made = new (std::nothrow) tl_arena;
+    void *memory = !made ? nullptr : small ? heap_memory(nbytes) : map_memory(round_up(nbytes, kPage));
+    if (!memory) {
+        delete made;
+        return os_failure(TL_ERR_MEMORY, ENOMEM, "cannot have " + std::to_string(nbytes) + " bytes of host memory");
     }
     made->memory = memory;
-    made->nbytes = mapped;
+    made->nbytes = nbytes;
+    made->give_back = small ? [](tl_arena *self) { std::free(self->memory); }
+                            : [](tl_arena *self) { munmap(self->memory, round_up(self->nbytes, kPage)); };
     live++;
     *arena = made;
     *address = reinterpret_cast<uint64_t>(memory);
@@ -75,6 +84,10 @@ Failure arena_adopt(void *dl_managed_tensor, tl_arena **arena, uint64_t *address
     auto *made = new (std::nothrow) tl_arena;
     if (!made) return failure(TL_ERR_MEMORY, "no memory for an arena");
     made->memory = dl_managed_tensor;
+    made->give_back = [](tl_arena *self) {
+        auto *managed = static_cast<DLManagedTensor *>(self->memory);
+        if (managed->deleter) managed->deleter(managed);
+    };
     live++;
     const DLTensor &tensor = static_cast<DLManagedTensor *>(dl_managed_tensor)->tensor;
     *arena = made;

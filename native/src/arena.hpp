@@ -7,8 +7,9 @@
 
 struct tl_arena {
     std::atomic<uint64_t> references{1};
-    void *memory = nullptr;  // a map of nbytes, or a DLManagedTensor
-    uint64_t nbytes = 0;     // 0: memory is a DLManagedTensor
+    void *memory = nullptr;  // what give_back takes: the memory itself, or a DLManagedTensor
+    uint64_t nbytes = 0;
+    void (*give_back)(tl_arena *self) = nullptr;
 };
 
 namespace tl {
