@@ -155,7 +155,7 @@ class LoadOptions:
     arena_size: int | None = _setting(
         parse_size,
         "bytes",
-        "256 MiB on a device, 64 MiB on a CPU",
+        "258 MiB on a device, 66 MiB on a CPU, less where buffer_size or free memory are small",
         "Capacity of an arena, the block that tensors share; a tensor kept holds back at most its arena.",
     )
     buffer_size: int | None = _setting(

@@ -6,6 +6,7 @@ closes the engine first.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -65,8 +66,12 @@ class Engine:
         self._handle: int | None = handle.value
         self._landed = self._abi.call["tl_engine_landed"](self._handle)
         self._users, self._idle, self._gone = 0, threading.Condition(), threading.Event()
-        # Also at exit: reads under way must end before the memory that they fill goes.
-        self._finalizer = weakref.finalize(self, _destroy, self._abi, self._handle)
+        _alive.add(self)
+
+    def __del__(self) -> None:
+        """Closes. Not a weakref's callback: in a cycle that would come before those who still use the engine."""
+        if getattr(self, "_handle", None) is not None:
+            self.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -114,7 +119,7 @@ class Engine:
 
         ``tick`` is called between slices of at most 100 ms; what it raises comes out.
         """
-        if os.getpid() == self._pid and self.landed >= ticket:
+        if self.landed >= ticket:
             return
         while self._call("tl_engine_wait", ticket, _SLICE_MILLISECONDS) == Status.PENDING:
             if tick is not None:
@@ -151,23 +156,35 @@ class Engine:
 
         Other threads that wait get an error; a second close() returns when the first is through.
         """
+        if os.getpid() != self._pid:
+            # Locks may be held for ever by threads that this process does not have; the library only forgets.
+            first, self._handle = self._handle, None
+            if first is not None:
+                self._abi.call["tl_engine_destroy"](first, ctypes.byref(abi.Error()))
+            return
         with self._idle:
             first, self._handle = self._handle, None
             if first is not None:
                 self._abi.call["tl_engine_cancel"](first, ctypes.byref(abi.Error()))
-                # A call of another thread must not find its engine freed under it.
-                self._idle.wait_for(lambda: self._users == 0)
+                try:
+                    # A call of another thread must not find its engine freed under it.
+                    self._idle.wait_for(lambda: self._users == 0)
+                except BaseException:
+                    self._handle = first
+                    raise
         if first is None:
             self._gone.wait()
             return
         try:
-            self._finalizer()
+            self._abi.call["tl_engine_destroy"](first, ctypes.byref(abi.Error()))
         finally:
             self._gone.set()
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[int]:
         """The handle, kept alive inside."""
+        if os.getpid() != self._pid:
+            raise exception_of(Failure(Status.FORKED, ""), None)
         with self._idle:
             if self._handle is None:
                 raise RequestError("the engine is closed")
@@ -197,5 +214,11 @@ class Engine:
         raise exception_of(Failure(status, error.text, *numbers), shard)
 
 
-def _destroy(library: abi.Abi, handle: int) -> None:
-    library.call["tl_engine_destroy"](handle, ctypes.byref(abi.Error()))
+_alive: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Reads under way must end before the memory that they fill goes with the interpreter."""
+    for engine in list(_alive):
+        engine.close()

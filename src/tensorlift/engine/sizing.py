@@ -24,6 +24,9 @@ LEAST_SLOTS = 3
 MOST_THREADS = 16
 IO_DEPTH = 32
 PAGE = 4096
+# A huge page more than a power of two: sizes of weights often are powers of two, and the first tensor of an arena
+# starts up to a page behind its begin.
+SPARE = 2 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,9 @@ def budget(options: LoadOptions, *, device: bool, free: int | None) -> Budget:
     if device:
         ahead = options.buffer_size or (1 * GIB if free is None else max(min(1 * GIB, free // 2), 2 * MIB))
         # Two arenas at least fit ahead, so that one is read while the other is handed out.
-        arena = options.arena_size or max(min(256 * MIB, ahead // 2), 1 * MIB)
+        arena = options.arena_size or max(min(256 * MIB + SPARE, ahead // 2), 1 * MIB)
     else:
         ahead = options.buffer_size or 256 * MIB
         # A multiple of a huge page; large enough that a read of it hides the cost of asking for it.
-        arena = options.arena_size or max(min(64 * MIB, ahead // 2), 1 * MIB)
+        arena = options.arena_size or max(min(64 * MIB + SPARE, ahead // 2), 1 * MIB)
     return Budget(arena, ahead)
