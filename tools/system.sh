@@ -10,6 +10,9 @@ command -v git >/dev/null || missing+=(git)
 [ -e /usr/include/liburing.h ] || missing+=(liburing-dev)
 if ! command -v "$python" >/dev/null; then
     missing+=(python3 python3-venv)
+elif ! "$python" -c ''; then
+    echo "$python does not run: set PYTHON=... to one that does (3.10 or newer)." >&2
+    exit 1
 elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     # A Debian Python splits venv off; its package carries the version in its name.
     missing+=("$("$python" -c 'import sys; print(f"python{sys.version_info[0]}.{sys.version_info[1]}-venv")')")
