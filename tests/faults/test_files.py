@@ -59,6 +59,8 @@ def test_truncated_while_it_is_read(tmp_path: Path, backend: str) -> None:
         consume()
     assert "t4" in str(caught.value) or "t5" in str(caught.value) or str(5 * MIB) in str(caught.value)
     assert 1 <= len(kept) <= 5
+    # The traceback holds the frame that holds a tensor.
+    del caught
     kept.clear()
     assert abi.library().arena_live() == live
 
