@@ -99,7 +99,7 @@ def test_written_here(tmp_path, rows, metadata, align, extra):
 @PARITY
 @given(tensors().filter(bool), METADATA)
 def test_written_by_safetensors(tmp_path, rows, metadata):
-    """At least one tensor: safetensors 0.8 writes a file without any, but with empty metadata, that it refuses."""
+    """With a tensor at least: of none and empty metadata, safetensors 0.8 writes a file that it refuses."""
     state = {}
     for name, (code, shape, raw) in rows.items():
         dtype = BY_CODE[code]
