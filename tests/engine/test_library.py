@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes.util
-import os
+import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support import child
 from tensorlift.engine import abi, library
 from tensorlift.errors import LibraryError
 
@@ -54,20 +54,25 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         abi.Abi(abi.library().path)
 
 
-def imported() -> dict[str, bool | list[str]]:
-    before = set(os.listdir("/proc/self/task"))
-    import tensorlift
-
-    quiet = set(os.listdir("/proc/self/task")) == before
-    torch = "torch" in sys.modules
-    with open("/proc/self/maps") as maps:
-        loaded = "libtensorlift" in maps.read()
-    return {"torch": torch, "library": loaded, "quiet": quiet, "all": tensorlift.__all__}
+IMPORTS = """
+import json, os, sys, threading
+before = set(os.listdir("/proc/self/task"))
+import tensorlift
+with open("/proc/self/maps") as maps:
+    library = "libtensorlift" in maps.read()
+threads = set(os.listdir("/proc/self/task")) - before
+print(json.dumps([library, "torch" in sys.modules, "numpy" in sys.modules, len(threads), tensorlift.__all__]))
+tensorlift.load
+print(json.dumps(["torch" in sys.modules, sys.modules["torch"].cuda.is_initialized()]))
+"""
 
 
 def test_importing_starts_nothing_and_loads_neither_torch_nor_the_library() -> None:
-    found = child.call(imported)
-    assert not found["torch"]
-    assert not found["library"]
-    assert found["quiet"]
-    assert found["all"] == sorted(found["all"])
+    # A new interpreter: in a fork of one that has imported, nothing would be seen.
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=100, check=True
+    )
+    at_import, at_use = map(json.loads, done.stdout.splitlines())
+    assert at_import[:4] == [False, False, False, 0]
+    assert at_import[4] == sorted(at_import[4])
+    assert at_use == [True, False]

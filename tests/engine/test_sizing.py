@@ -77,7 +77,7 @@ def test_what_the_engine_asks_for_holds_always(
 
 
 def test_budgets() -> None:
-    assert budget(LoadOptions(), device=True, free=80 * GIB).arena_size == 256 * MIB
+    assert budget(LoadOptions(), device=True, free=80 * GIB).arena_size == 258 * MIB
     assert budget(LoadOptions(), device=True, free=80 * GIB).buffer_size == GIB
     little = budget(LoadOptions(), device=True, free=200 * MIB)
     assert little.arena_size * 2 <= little.buffer_size <= 100 * MIB

@@ -225,7 +225,7 @@ class Abi:
         return (count.value, None) if status == Status.OK else (0, error.text or f"status {status}")
 
     def arena_host(self, nbytes: int) -> tuple[int, int]:
-        """(arena, address) of fresh host memory, zero filled, 4096-byte aligned at least."""
+        """(arena, address) of fresh host memory, zero filled, at a multiple of 64; of 4096 from 64 KiB on."""
         arena, address, error = _ptr(), _u64(), Error()
         status = self.call["tl_arena_host"](
             nbytes, ctypes.byref(arena), ctypes.byref(address), ctypes.byref(error)

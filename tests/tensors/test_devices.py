@@ -1,0 +1,51 @@
+"""Devices as callers name them, with a driver that is only pretended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensorlift.errors import DeviceError
+from tensorlift.tensors.devices import check_kind, parse_device
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
+def test_the_cpu(device: Any) -> None:
+    assert parse_device(device) == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("two_devices")
+@pytest.mark.parametrize(
+    ("device", "index"),
+    [("cuda", 1), ("cuda:0", 0), (0, 0), (1, 1), (torch.device("cuda"), 1), (torch.device("cuda:1"), 1)],
+)
+def test_cuda_has_an_index(device: Any, index: int) -> None:
+    assert parse_device(device) == torch.device("cuda", index)
+
+
+@pytest.mark.usefixtures("two_devices")
+@pytest.mark.parametrize("device", ["cuda:2", 2, torch.device("cuda:7")])
+def test_an_index_that_is_not_there(device: Any) -> None:
+    with pytest.raises(DeviceError, match=r"no device of index [27]; there are 2, from 0 to 1"):
+        parse_device(device)
+
+
+@pytest.mark.parametrize(
+    "device", ["mps", "xpu", "meta", "hip", "cuda:x", "", -1, True, None, 1.0, ["cpu"], b"cpu"]
+)
+def test_what_is_not_supported(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched() -> bool:
+        raise AssertionError("the driver was asked")
+
+    monkeypatch.setattr(torch.cuda, "is_available", touched)
+    for parse in (check_kind, parse_device):
+        with pytest.raises(DeviceError, match='supported are "cpu" and "cuda"'):
+            parse(device)

@@ -1,0 +1,173 @@
+"""Memory: the contract for the host, and torch's CUDA memory with its calls pretended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensorlift.engine import abi
+from tensorlift.errors import OutOfMemoryError
+from tensorlift.tensors import memory
+
+
+def test_the_host() -> None:
+    host = memory.for_device("cpu")
+    assert (host.device, host.native_kind, host.dlpack_device) == (
+        torch.device("cpu"),
+        abi.DEVICE_CPU,
+        (1, 0),
+    )
+    assert host.stream() == 0
+    assert host.free_bytes() is None
+    host.ready()
+    before = abi.library().arena_live()
+    arenas = host.allocate([1, 5 << 20])
+    assert all(arena.address % 64 == 0 for arena in arenas)
+    assert arenas[1].address % (2 << 20) == 0
+    assert ctypes.string_at(arenas[1].address, arenas[1].nbytes) == bytes(5 << 20)
+    for arena in arenas * 2:
+        arena.release()
+    assert abi.library().arena_live() == before
+    assert host.allocate([]) == []
+
+
+def test_host_memory_is_all_or_nothing() -> None:
+    before = abi.library().arena_live()
+    with pytest.raises(OutOfMemoryError, match="bytes of host memory"):
+        memory.HostMemory().allocate([4096, 1 << 60])
+    assert abi.library().arena_live() == before
+
+
+class Stage:
+    """torch.cuda as CudaMemory sees it, on CPU tensors."""
+
+    def __init__(self) -> None:
+        self.active: list[object] = []
+        self.in_pool: list[int] = []
+        self.fails = 0
+        self.emptied = 0
+        self.nested = False
+        self.threads: list[int] = []
+
+    @contextlib.contextmanager
+    def use_mem_pool(self, pool: object, device: torch.device) -> Iterator[None]:
+        assert device == torch.device("cuda", 0)
+        self.active.append(pool)
+        try:
+            yield
+        finally:
+            self.active.pop()
+
+    def empty(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        import threading
+
+        assert device == torch.device("cuda", 0)
+        if self.fails:
+            self.fails -= 1
+            raise torch.cuda.OutOfMemoryError("no")
+        made = self.real_empty(nbytes, dtype=dtype)
+        self.threads.append(threading.get_ident())
+        if self.active and not (self.nested and threading.current_thread() is threading.main_thread()):
+            self.in_pool.append(made.data_ptr())
+        return made
+
+    def empty_cache(self) -> None:
+        assert not self.active, "inside the pool torch gives nothing back"
+        self.emptied += 1
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    stage = Stage()
+    stage.real_empty = torch.empty  # type: ignore[attr-defined]
+
+    class Pool:
+        def snapshot(self) -> list[dict[str, int]]:
+            return [{"address": address, "total_size": 1} for address in stage.in_pool]
+
+    nothing = contextlib.nullcontext
+    stream = type("Stream", (), {"cuda_stream": 77})()
+    pretended: dict[str, Any] = {
+        "device": lambda index: nothing(),
+        "synchronize": lambda: None,
+        "get_allocator_backend": lambda: "native",
+        "MemPool": Pool,
+        "use_mem_pool": stage.use_mem_pool,
+        "empty_cache": stage.empty_cache,
+        "current_stream": lambda device: stream,
+        "stream": lambda stream: nothing(),
+        "mem_get_info": lambda device: (100, 1000),
+        "memory_reserved": lambda device: 50,
+        "memory_allocated": lambda device: 20,
+    }
+    for name, value in pretended.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(memory.torch, "empty", stage.empty)
+    return stage
+
+
+def released(arenas: list[memory.Arena]) -> None:
+    for arena in arenas:
+        arena.release()
+
+
+def test_blocks_come_from_the_pool_and_go_back_without_python(stage: Stage) -> None:
+    cuda = memory.CudaMemory(0)
+    assert (cuda.native_kind, cuda.dlpack_device) == (abi.DEVICE_CUDA, (2, 0))
+    assert cuda.stream() == 77
+    assert cuda.free_bytes() == 130
+    cuda.ready()
+    before = abi.library().arena_live()
+    arenas = cuda.allocate([100, 200])
+    assert [arena.address for arena in arenas] == stage.in_pool
+    assert [arena.nbytes for arena in arenas] == [100, 200]
+    assert stage.active == []
+    assert abi.library().arena_live() == before + 2
+    released(arenas)
+    assert abi.library().arena_live() == before
+
+
+def test_inside_another_pool_blocks_are_made_by_another_thread(stage: Stage) -> None:
+    stage.nested = True
+    cuda = memory.CudaMemory(0)
+    arenas = cuda.allocate([100])
+    assert [arena.address for arena in arenas] == stage.in_pool
+    arenas += cuda.allocate([50])
+    assert len(stage.in_pool) == 2
+    assert len(set(stage.threads)) >= 2
+    released(arenas)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_out_of_memory_is_tried_again_outside_of_the_pool(stage: Stage, nested: bool) -> None:
+    stage.nested = nested
+    cuda = memory.CudaMemory(0)
+    released(cuda.allocate([8]))
+    stage.fails = 1
+    released(cuda.allocate([8]))
+    assert stage.emptied == 1
+    stage.fails = 2
+    with pytest.raises(
+        OutOfMemoryError, match=r"8 bytes on cuda:0 in 1 arenas could not be had, 130 bytes are free"
+    ):
+        cuda.allocate([8])
+
+
+def test_without_pools_the_plain_allocator_with_a_notice(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    cuda = memory.CudaMemory(0)
+    assert "no private memory pool (allocator cudaMallocAsync)" in caplog.text
+    released(cuda.allocate([8]))
+    assert stage.in_pool == []
+
+
+def test_rocm_is_named_as_such(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    cuda = memory.CudaMemory(0)
+    assert (cuda.native_kind, cuda.dlpack_device) == (abi.DEVICE_HIP, (10, 0))

@@ -1,0 +1,77 @@
+"""Ctrl-C during a load whose storage does not answer: out within two seconds, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import child, leaks
+from support.checkpoints import random_row, write_safetensors
+from tensorlift import compat, loading
+from tensorlift.engine import abi
+
+
+def interrupted(kind: str, path: str) -> dict[str, Any]:
+    """Loads with waits that never end, and gets SIGINT in the first one; how long until it is out."""
+    loading.load(path)
+    begun = threading.Event()
+    real = abi.library().call["tl_engine_wait"]
+
+    def pending(engine: int, ticket: int, timeout: int, error: object) -> int:
+        begun.set()
+        # The library's own sleep, for a ticket that is there; then as if it were not.
+        real(engine, ticket, timeout, error)
+        return abi.Status.PENDING
+
+    abi.library().call["tl_engine_wait"] = pending
+    sent: list[float] = []
+
+    def send() -> None:
+        begun.wait(30)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def never_landed() -> property:
+        return property(lambda self: -1)
+
+    from tensorlift.engine.engine import Engine
+
+    Engine.landed = never_landed()  # type: ignore[method-assign,assignment]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    state = {"t": loading.torch.zeros(1 << 20, dtype=loading.torch.uint8)}
+    runs = {
+        "load": lambda: loading.load(path),
+        "open": lambda: list(loading.open(path)),
+        "load_into": lambda: loading.load_into(state, path),
+        "get_tensor": lambda: compat.safe_open(path, "pt", backend="PREAD").get_tensor("t"),
+    }
+    before = leaks.held()
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        runs[kind]()
+        outcome = "no interrupt"
+    except KeyboardInterrupt:
+        outcome = "interrupted"
+    took = time.monotonic() - sent[0]
+    thread.join()
+    after = leaks.held()
+    return {
+        "outcome": outcome,
+        "took": took,
+        "left": [after[0] - before[0], len(after[1] - before[1]), after[2] - before[2]],
+    }
+
+
+@pytest.mark.parametrize("kind", ["load", "open", "load_into", "get_tensor"])
+def test_ctrl_c(kind: str, tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", {"t": random_row("U8", [1 << 20])})
+    answer = child.call(interrupted, kind, str(path))
+    assert answer["outcome"] == "interrupted"
+    assert answer["took"] < 2
+    assert answer["left"] == [0, 0, 0]
