@@ -99,12 +99,17 @@ Residency::Method Residency::detect(int fd, const struct stat &status) {
     const auto type = static_cast<long>(system.f_type);
     if (type == kTmpfs || type == kRamfs || type == kHugetlbfs) return Method::kMemory;
     char page[kPage];
+    // One page and no readahead, which would bring in what is about to be read directly; afterwards as it was, for a
+    // file whose reads are all buffered.
+    posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
     const ssize_t got = pread(fd, page, sizeof page, 0);
+    posix_fadvise(fd, 0, 0, POSIX_FADV_NORMAL);
     if (got <= 0) return Method::kUnknown;
     uint64_t cached = 0;
     if (cachestat_pages(fd, 0, static_cast<uint64_t>(got), &cached) && cached >= 1) return Method::kCachestat;
     std::vector<unsigned char> pages;
-    if (mincore_is_true(fd, status) && mincore_pages(fd, 0, static_cast<uint64_t>(got), &pages) && (pages[0] & 1)) {
+    if (mincore_is_true(fd, status) && mincore_pages(fd, 0, static_cast<uint64_t>(got), &pages) &&
+        (pages[0] & 1)) {
         return Method::kMincore;
     }
     return Method::kUnknown;

@@ -25,7 +25,9 @@ inline std::vector<Test> &tests() {
 }
 
 struct Registration {
-    Registration(const char *name, void (*run)()) { tests().push_back({name, run}); }
+    Registration(const char *name, void (*run)()) {
+        tests().push_back({name, run});
+    }
 };
 
 template <class A, class B>

@@ -117,6 +117,26 @@ TEST(a_named_reader_uses_its_own_path_only) {
     });
 }
 
+TEST(a_cold_file_stays_cold) {
+    Folder folder;
+    const std::string path = folder.file("data");
+    const Bytes content = random_bytes(4u << 20, 5);
+    write_file(path, content);
+    drop_cache(path);
+    if (cached_pages(path) != 0) {
+        std::printf("  skipped: the file system of this folder keeps its cache\n");
+        return;
+    }
+    Engine engine(options_for(TL_DEVICE_CPU));
+    Bytes memory(1u << 20);
+    const std::int32_t file = engine.add(path, content.size());
+    engine.submit({{2u << 20, memory.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0}});
+    REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
+    REQUIRE(std::memcmp(memory.data(), &content[2u << 20], memory.size()) == 0);
+    // One page is read to learn whether the kernel tells the truth about the cache.
+    REQUIRE_SAYING(cached_pages(path) <= 1, std::to_string(cached_pages(path)) + " pages cached");
+}
+
 TEST(a_hundred_thousand_tiny_pieces) {
     Folder folder;
     const std::string path = folder.file("data");

@@ -10,8 +10,12 @@ constexpr std::uint64_t kLate = 5000;     // microseconds; longer than refilling
 struct Fixture {
     Folder folder;
     Bytes content = random_bytes(kBytes, 1);
-    Fixture() { write_file(path(), content); }
-    std::string path() const { return folder.file("data"); }
+    Fixture() {
+        write_file(path(), content);
+    }
+    std::string path() const {
+        return folder.file("data");
+    }
     tl_piece whole(const Bytes &memory, std::int32_t file) const {
         return {0, kBytes, reinterpret_cast<std::uintptr_t>(memory.data()), file, 0};
     }

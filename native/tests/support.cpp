@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <algorithm>
@@ -53,6 +54,21 @@ void drop_cache(const std::string &path) {
     ::fsync(fd);
     ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
     ::close(fd);
+}
+
+std::size_t cached_pages(const std::string &path) {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    struct stat about {};
+    REQUIRE(fd >= 0 && fstat(fd, &about) == 0);
+    const auto nbytes = static_cast<std::size_t>(about.st_size);
+    void *map = mmap(nullptr, nbytes, PROT_READ, MAP_SHARED, fd, 0);
+    REQUIRE(map != MAP_FAILED);
+    std::vector<unsigned char> pages(nbytes / static_cast<std::size_t>(sysconf(_SC_PAGESIZE)) + 1);
+    REQUIRE_EQ(mincore(map, nbytes, pages.data()), 0);
+    munmap(map, nbytes);
+    ::close(fd);
+    return static_cast<std::size_t>(
+        std::count_if(pages.begin(), pages.end(), [](unsigned char p) { return p & 1; }));
 }
 
 static int count_entries(const char *folder) {

@@ -21,7 +21,9 @@ public:
     ~Folder();
     Folder(const Folder &) = delete;
     Folder &operator=(const Folder &) = delete;
-    std::string file(const std::string &name) const { return path_ + "/" + name; }
+    std::string file(const std::string &name) const {
+        return path_ + "/" + name;
+    }
 
 private:
     std::string path_;
@@ -32,6 +34,7 @@ void write_file(const std::string &path, const Bytes &bytes);
 void truncate_file(const std::string &path, std::uint64_t nbytes);
 // Makes the kernel forget what it has cached of a file, where it can.
 void drop_cache(const std::string &path);
+std::size_t cached_pages(const std::string &path);
 int count_open_files();
 int count_threads();
 // Waits until so many threads are left: the kernel may still show one for a moment after it was joined.
@@ -88,7 +91,9 @@ public:
     Engine(const Engine &) = delete;
     Engine &operator=(const Engine &) = delete;
 
-    tl_engine *get() const { return engine_; }
+    tl_engine *get() const {
+        return engine_;
+    }
     std::int32_t add(const std::string &path, std::uint64_t nbytes);
     tl_status submit(const std::vector<tl_piece> &pieces, std::uint64_t stream = 0);
     // Waits as long as it takes, 60 s at most.
