@@ -62,13 +62,17 @@ typedef struct tl_error {
     char message[1024]; /* UTF-8, NUL terminated */
 } tl_error;
 
-/* Ways of filling memory. AUTO is a policy, the others are readers. */
+/* Ways of filling memory. AUTO and BUFFERED are policies, the others are readers. */
 typedef enum tl_backend {
-    TL_BACKEND_AUTO = 0,  /* what is cached: pread; what is not: direct, by io_uring or else by threads */
-    TL_BACKEND_PREAD = 1, /* pread alone, direct or buffered by what is cached */
-    TL_BACKEND_URING = 2, /* io_uring alone, direct */
-    TL_BACKEND_MMAP = 3,  /* a shared map, copied with process_vm_readv: EFAULT, not SIGBUS */
-    TL_BACKEND_COUNT = 4
+    TL_BACKEND_AUTO = 0,           /* what is cached: pread; what is not: direct, by io_uring or else by threads */
+    TL_BACKEND_PREAD = 1,          /* pread alone, direct or buffered by what is cached */
+    TL_BACKEND_URING = 2,          /* io_uring alone, direct */
+    TL_BACKEND_MMAP = 3,           /* a shared map, copied with process_vm_readv: EFAULT, not SIGBUS */
+    TL_BACKEND_URING_BUFFERED = 4, /* io_uring alone, through the page cache */
+    TL_BACKEND_AIO = 5,            /* Linux AIO (io_submit) alone, direct */
+    TL_BACKEND_AIO_BUFFERED = 6,   /* Linux AIO alone, through the page cache */
+    TL_BACKEND_BUFFERED = 7,       /* pread, always through the page cache; more threads where storage is slow */
+    TL_BACKEND_COUNT = 8
 } tl_backend;
 
 /* Paths by which bytes come, for statistics. */
@@ -77,7 +81,10 @@ typedef enum tl_path {
     TL_PATH_PREAD_DIRECT = 1,
     TL_PATH_URING_DIRECT = 2,
     TL_PATH_MMAP = 3,
-    TL_PATH_COUNT = 4
+    TL_PATH_URING_BUFFERED = 4,
+    TL_PATH_AIO_DIRECT = 5,
+    TL_PATH_AIO_BUFFERED = 6,
+    TL_PATH_COUNT = 7
 } tl_path;
 
 typedef enum tl_device_kind {
@@ -98,7 +105,12 @@ typedef struct tl_options {
     uint32_t io_depth;     /* direct reads in flight; at least 1 */
     uint32_t backend_count;
     uint32_t backends[8]; /* tl_backend, in the order of preference */
+    uint32_t flags;       /* TL_OPTION_... */
+    uint32_t reserved;
 } tl_options;
+
+/* Keep what each thread did when, for tl_engine_trace. */
+#define TL_OPTION_TRACE 1u
 
 /* One contiguous copy from a file to memory. */
 typedef struct tl_piece {
@@ -112,6 +124,10 @@ typedef struct tl_piece {
 /* The bytes between the end of the piece before (of the same call) and this one's destination are padding of one
  * arena: a copy may overwrite them. Without it every byte outside a piece stays as it is. */
 #define TL_PIECE_JOIN 1u
+
+/* Compute the digest of this piece's bytes before it lands (tl_engine_digests). Such a piece may not be larger than a
+ * slot. */
+#define TL_PIECE_DIGEST 2u
 
 typedef struct tl_stats {
     uint32_t struct_size;
@@ -134,7 +150,7 @@ typedef struct tl_file_info {
     uint32_t struct_size;
     int32_t backend;       /* tl_backend in use, -1 before the first read */
     int32_t cached_path;   /* tl_path for what is cached, -1: none */
-    int32_t direct_path;   /* tl_path for what is not, -1: none */
+    int32_t waiting_path;  /* tl_path for what is not, or for all, -1: none */
     char residency[32];    /* "cachestat", "mincore", "memory" (tmpfs and such), "unknown" */
     char fallback[512];    /* what was refused and why, one line each */
 } tl_file_info;
@@ -180,6 +196,39 @@ TL_API tl_status tl_engine_wait(tl_engine *engine, uint64_t ticket, uint32_t tim
 /* Makes consumer_stream wait for all copies that have been issued, in stream order, without waiting on the host. Call it
  * after the tickets of interest have landed. Does nothing for a CPU. */
 TL_API tl_status tl_engine_stream_wait(tl_engine *engine, uint64_t consumer_stream, tl_error *error);
+
+/* The digests of pieces [first, first + count) that were submitted with TL_PIECE_DIGEST and have landed: XXH3-128 of the
+ * piece's bytes, 16 bytes each in canonical (big endian) order; zeros for pieces without that flag. */
+TL_API tl_status tl_engine_digests(tl_engine *engine, uint64_t first, uint64_t count, uint8_t *digests,
+                                   tl_error *error);
+
+/* What a thread did: one event. */
+typedef struct tl_trace_event {
+    uint64_t begin_ns; /* CLOCK_MONOTONIC */
+    uint64_t end_ns;
+    uint64_t offset; /* of the file */
+    uint64_t nbytes;
+    int32_t file;
+    uint32_t thread; /* the kernel's id */
+    uint32_t stage;  /* tl_stage */
+    uint32_t path;   /* tl_path where the stage is TL_STAGE_READ */
+} tl_trace_event;
+
+typedef enum tl_stage {
+    TL_STAGE_READ = 0,      /* a read, from its start to its last byte */
+    TL_STAGE_WAIT_SLOT = 1, /* no slot was free: the device is the limit */
+    TL_STAGE_COPY = 2,      /* a slot's copies, from their issue to the end of the last */
+    TL_STAGE_DIGEST = 3,
+    TL_STAGE_ASK_CACHE = 4 /* asking the kernel what is cached */
+} tl_stage;
+
+/* Copies up to capacity events of an engine with TL_OPTION_TRACE, from the event `first` on, in no order; *count is how
+ * many there are in all. At most 1,048,576 are kept. */
+TL_API tl_status tl_engine_trace(tl_engine *engine, uint64_t first, tl_trace_event *events, uint64_t capacity,
+                                 uint64_t *count, tl_error *error);
+
+/* XXH3-128 of bytes, in canonical order. Blocks. */
+TL_API void tl_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]);
 
 TL_API tl_status tl_engine_stats(tl_engine *engine, tl_stats *stats, tl_error *error);
 TL_API tl_status tl_engine_file_info(tl_engine *engine, int32_t file, tl_file_info *info, tl_error *error);

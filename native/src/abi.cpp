@@ -151,6 +151,27 @@ tl_status tl_engine_file_info(tl_engine *engine, int32_t file, tl_file_info *inf
     });
 }
 
+tl_status tl_engine_digests(tl_engine *engine, uint64_t first, uint64_t count, uint8_t *digests, tl_error *error) {
+    return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
+        if (!digests && count > 0) return failure(TL_ERR_ARGUMENT, "no place for the digests");
+        return e.digests(first, count, digests);
+    });
+}
+
+tl_status tl_engine_trace(tl_engine *engine, uint64_t first, tl_trace_event *events, uint64_t capacity,
+                          uint64_t *count, tl_error *error) {
+    return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
+        if ((!events && capacity > 0) || !count) return failure(TL_ERR_ARGUMENT, "no place for the events");
+        *count = e.trace().read(first, events, capacity);
+        return {};
+    });
+}
+
+void tl_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]) {
+    const tl::Digest made = tl::digest_of(bytes, nbytes);
+    std::memcpy(digest, made.bytes, sizeof made.bytes);
+}
+
 tl_status tl_engine_cancel(tl_engine *engine, tl_error *error) {
     return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
         e.cancel();

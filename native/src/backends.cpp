@@ -2,61 +2,80 @@
 
 #include <sys/stat.h>
 
-#include "readers/reader.hpp"
-
 namespace tl {
 namespace {
 
-constexpr const char *kBackendNames[TL_BACKEND_COUNT] = {"AUTO", "PREAD", "URING", "MMAP"};
-constexpr const char *kPathNames[TL_PATH_COUNT] = {"buffered pread", "direct pread", "direct io_uring", "mmap"};
+constexpr const char *kBackendNames[TL_BACKEND_COUNT] = {"AUTO",           "PREAD", "URING",        "MMAP",
+                                                         "URING_BUFFERED", "AIO",   "AIO_BUFFERED", "BUFFERED"};
+constexpr const char *kPathNames[TL_PATH_COUNT] = {
+    "buffered pread",    "direct pread", "direct io_uring", "mmap",
+    "buffered io_uring", "direct AIO",   "buffered AIO"};
+
+// The one deep path of a back end that reads everything by it; -1 for the others.
+int only_path(uint32_t backend) {
+    switch (backend) {
+        case TL_BACKEND_URING:
+            return TL_PATH_URING_DIRECT;
+        case TL_BACKEND_URING_BUFFERED:
+            return TL_PATH_URING_BUFFERED;
+        case TL_BACKEND_AIO:
+            return TL_PATH_AIO_DIRECT;
+        case TL_BACKEND_AIO_BUFFERED:
+            return TL_PATH_AIO_BUFFERED;
+        default:
+            return -1;
+    }
+}
 
 std::string reason(int os_errno) {
     return std::strerror(os_errno);
 }
 
-// Direct reads by the given path, if the file allows them; otherwise noted.
-bool allow_direct(File *file, int path) {
+// For reads that are to wait for storage: direct by the given path if the file allows it, else through the cache.
+int path_for_missing(File *file, int direct_path) {
+    if (direct_path < 0) return TL_PATH_PREAD_BUFFERED;
     const int refusal = file->open_direct();
-    if (refusal == 0) {
-        file->route.direct_path = path;
-        return true;
-    }
-    file->note(std::string("direct I/O refused at open: ") + reason(refusal));
-    return false;
+    if (refusal == 0) return direct_path;
+    file->note("direct I/O refused at open: " + reason(refusal));
+    return TL_PATH_PREAD_BUFFERED;
 }
 
-void route_by_residency(File *file, bool prefer_uring) {
+// direct_path: for what is not cached; -1 to go through the cache with it too.
+void route_by_residency(File *file, int direct_path) {
     Route &route = file->route;
-    route.cached_path = TL_PATH_PREAD_BUFFERED;
     struct stat status;
     file->residency = fstat(file->plain_fd, &status) == 0 ? Residency::detect(file->plain_fd, status)
                                                           : Residency::Method::kUnknown;
-    if (file->residency == Residency::Method::kMemory) return;
-    if (file->residency == Residency::Method::kUnknown) {
+    if (file->residency == Residency::Method::kMemory) {
+        route.cached_path = TL_PATH_PREAD_BUFFERED;
+    } else if (file->residency == Residency::Method::kUnknown) {
         file->note("the kernel does not tell what is cached: all reads are buffered");
-        return;
+        route.deep_path = TL_PATH_PREAD_BUFFERED;
+    } else {
+        route.cached_path = TL_PATH_PREAD_BUFFERED;
+        route.deep_path = path_for_missing(file, direct_path);
+        route.by_residency = true;
     }
-    // Whether the machine allows io_uring shows at the first read that needs it.
-    const bool uring = prefer_uring && backend_not_built(TL_BACKEND_URING) == nullptr;
-    route.by_residency = allow_direct(file, uring ? TL_PATH_URING_DIRECT : TL_PATH_PREAD_DIRECT);
 }
 
 // Why the back end cannot read this file; empty if it can, with the route set.
 std::string try_backend(File *file, uint32_t backend) {
     file->route = Route{};
     file->route.backend = static_cast<int>(backend);
+    if (const char *why = backend_not_built(backend)) return why;
     switch (backend) {
-        case TL_BACKEND_AUTO:
-        case TL_BACKEND_PREAD:
-            route_by_residency(file, backend == TL_BACKEND_AUTO);
-            return {};
-        case TL_BACKEND_URING: {
-            if (const char *why = backend_not_built(backend)) return why;
-            const int refusal = file->open_direct();
-            if (refusal != 0) return "direct I/O refused at open: " + reason(refusal);
-            file->route.direct_path = TL_PATH_URING_DIRECT;
+        case TL_BACKEND_AUTO: {
+            // Whether the machine allows io_uring shows at the first read that needs it.
+            const bool uring = backend_not_built(TL_BACKEND_URING) == nullptr;
+            route_by_residency(file, uring ? TL_PATH_URING_DIRECT : TL_PATH_PREAD_DIRECT);
             return {};
         }
+        case TL_BACKEND_PREAD:
+            route_by_residency(file, TL_PATH_PREAD_DIRECT);
+            return {};
+        case TL_BACKEND_BUFFERED:
+            route_by_residency(file, -1);
+            return {};
         case TL_BACKEND_MMAP: {
             char byte;
             const iovec buffer{&byte, 1};
@@ -65,8 +84,13 @@ std::string try_backend(File *file, uint32_t backend) {
             file->route.cached_path = TL_PATH_MMAP;
             return {};
         }
-        default:
-            return "unknown back end";
+        default: {
+            const int path = only_path(backend);
+            const int refusal = is_direct(path) ? file->open_direct() : 0;
+            if (refusal != 0) return "direct I/O refused at open: " + reason(refusal);
+            file->route.deep_path = path;
+            return {};
+        }
     }
 }
 
@@ -83,9 +107,24 @@ const char *path_name(int path) {
 const char *backend_not_built(uint32_t backend) {
     if (backend >= TL_BACKEND_COUNT) return "unknown back end";
 #ifndef TL_HAVE_URING
-    if (backend == TL_BACKEND_URING) return "liburing was not there when the library was built";
+    if (backend == TL_BACKEND_URING || backend == TL_BACKEND_URING_BUFFERED) {
+        return "liburing was not there when the library was built";
+    }
 #endif
     return nullptr;
+}
+
+std::unique_ptr<DeepReader> make_deep_reader(RequestSink *sink, int path, const DeepLimits &limits) {
+    switch (path) {
+        case TL_PATH_URING_DIRECT:
+        case TL_PATH_URING_BUFFERED:
+            return make_uring(sink, path, limits);
+        case TL_PATH_AIO_DIRECT:
+        case TL_PATH_AIO_BUFFERED:
+            return make_aio(sink, path, limits);
+        default:
+            return make_pread(sink, path, limits);
+    }
 }
 
 Failure choose_route(File *file, const uint32_t *backends, size_t count) {
@@ -106,17 +145,11 @@ Failure choose_route(File *file, const uint32_t *backends, size_t count) {
 
 Failure drop_path(File *file, int path, const std::string &why, const uint32_t *backends, size_t count) {
     Route &route = file->route;
-    if (route.cached_path != path && route.direct_path != path) return {};  // another thread was first
+    if (route.cached_path != path && route.deep_path != path) return {};  // another thread was first
     const std::string what = std::string(path_name(path)) + " refused: " + why;
-    if (route.by_residency && path == TL_PATH_URING_DIRECT) {
+    if (route.by_residency && is_direct(path)) {
         file->note(what);
-        route.direct_path = TL_PATH_PREAD_DIRECT;
-        return {};
-    }
-    if (route.by_residency && path == TL_PATH_PREAD_DIRECT) {
-        file->note(what);
-        route.direct_path = -1;
-        route.by_residency = false;
+        route.deep_path = path == TL_PATH_URING_DIRECT ? TL_PATH_PREAD_DIRECT : TL_PATH_PREAD_BUFFERED;
         return {};
     }
     file->note(std::string(backend_name(route.backend)) + ": " + what);

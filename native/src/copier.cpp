@@ -40,13 +40,14 @@ Failure Copier::make_consumer_wait(Stream consumer) {
 
 Failure Copier::issue(const Slot &slot, const char *base, uint64_t *copies) {
     const Event event = events_[slot.index % slots_];
+    const uint64_t begin = now_ns();
     std::lock_guard<std::mutex> lock(mutex_);
     for (const Copy &copy : slot.copies) {
         if (Failure f = driver_->copy_to_device(copy.destination, base + copy.where, copy.nbytes, stream_)) return f;
     }
     *copies = slot.copies.size();
     if (Failure f = driver_->event_record(event, stream_)) return f;
-    issued_.push_back({slot.index, event});
+    issued_.push_back({slot.index, event, begin});
     issued_cv_.notify_one();
     return {};
 }
@@ -68,7 +69,7 @@ void Copier::wait_for_copies() {
                 return;
             }
         }
-        callbacks_.copied(issued.slot_index);
+        callbacks_.copied(issued.slot_index, issued.begin_ns);
     }
 }
 

@@ -19,7 +19,7 @@ public:
     // copied: called on the waiting thread when the memory of a slot may be filled again. failed: a driver's call failed.
     struct Callbacks {
         std::function<void()> enter_thread;
-        std::function<void(uint64_t slot_index)> copied;
+        std::function<void(uint64_t slot_index, uint64_t begin_ns)> copied;
         std::function<void(const Failure &)> failed;
     };
 
@@ -47,6 +47,7 @@ private:
     struct Issued {
         uint64_t slot_index;
         Event event;
+        uint64_t begin_ns;
     };
     void wait_for_copies();
 

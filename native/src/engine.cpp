@@ -31,7 +31,7 @@ private:
 }  // namespace
 
 Engine::Engine(const tl_options &options)
-    : options_(options), device_(options.device_kind != TL_DEVICE_CPU), pid_(getpid()) {}
+    : options_(options), device_(options.device_kind != TL_DEVICE_CPU), pid_(getpid()), trace_(options.flags & TL_OPTION_TRACE) {}
 
 Engine::~Engine() {
     close();
@@ -65,7 +65,7 @@ Failure Engine::start() {
     ring_ = std::make_unique<Ring>(driver_, o.slot_bytes, o.pinned_bytes);
     copier_ = std::make_unique<Copier>(
         driver_, ring_->count(),
-        Copier::Callbacks{[this] { enter_thread(); }, [this](uint64_t index) { slot_copied(index); },
+        Copier::Callbacks{[this] { enter_thread(); }, [this](uint64_t index, uint64_t begin) { slot_copied(index, begin); },
                           [this](const Failure &f) { failed(f); }});
     return {};
 }
@@ -111,7 +111,11 @@ Failure Engine::submit(const tl_piece *pieces, uint64_t count, Stream consumer, 
         if (p.nbytes > 0 && p.destination == 0) {
             return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has no destination");
         }
-        if (p.flags & ~TL_PIECE_JOIN) {
+        if ((p.flags & TL_PIECE_DIGEST) && (!digests_built() || p.nbytes > options_.slot_bytes)) {
+            return failure(TL_ERR_ARGUMENT, digests_built() ? "a piece to be digested is larger than a slot"
+                                                            : "xxHash was not there when the library was built");
+        }
+        if (p.flags & ~(TL_PIECE_JOIN | TL_PIECE_DIGEST)) {
             return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has unknown flags");
         }
         if ((p.flags & TL_PIECE_JOIN) && i > 0 &&
@@ -207,7 +211,10 @@ Chunk *Engine::take_chunk() {
         if (next_slot_ < slots_submitted_) {
             Slot &slot = *slots_[next_slot_ - first_slot_];
             if (slot_is_free(slot)) {
-                if (waited_from) slot_wait_ns_ += now_ns() - waited_from;
+                if (waited_from) {
+                    slot_wait_ns_ += now_ns() - waited_from;
+                    trace_.end(waited_from, TL_STAGE_WAIT_SLOT, -1, 0, 0);
+                }
                 Chunk *chunk = &slot.chunks[next_chunk_++];
                 if (next_chunk_ == slot.chunks.size()) {
                     next_slot_++;
@@ -231,28 +238,55 @@ void Engine::part_done(Chunk *chunk) {
         if (--file.outstanding == 0) file.close();
         slot = chunk->slot;
         if (--slot->chunks_left > 0) return;
-        if (!device_) {
-            slot->landed = slot->copied = true;
-            advance_landed();
-            return;
-        }
     }
     slot_filled(slot);
 }
 
 void Engine::slot_filled(Slot *slot) {
     if (stopping()) return;
+    // Before the copy: after it the slot may be filled again.
+    if (!slot->digests.empty()) digest_slot(*slot);
     const uint64_t index = slot->index;
-    uint64_t copies = 0;
-    if (Failure f = copier_->issue(*slot, slot_base(*slot), &copies)) return failed(f);
-    copies_ += copies;
+    if (device_) {
+        uint64_t copies = 0;
+        if (Failure f = copier_->issue(*slot, slot_base(*slot), &copies)) return failed(f);
+        copies_ += copies;
+    }
     std::lock_guard<std::mutex> lock(mutex_);
     // Its copy may have been waited for already; it is retired only when both are done.
     slots_[index - first_slot_]->landed = true;
     advance_landed();
 }
 
-void Engine::slot_copied(uint64_t slot_index) {
+void Engine::digest_slot(const Slot &slot) {
+    const uint64_t begin = trace_.begin();
+    const auto base = reinterpret_cast<uintptr_t>(slot_base(slot));
+    std::vector<Digest> made;
+    uint64_t nbytes = 0;
+    for (const DigestJob &job : slot.digests) {
+        made.push_back(digest_of(reinterpret_cast<const void *>(base + job.where), job.nbytes));
+        nbytes += job.nbytes;
+    }
+    trace_.end(begin, TL_STAGE_DIGEST, -1, 0, nbytes);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (digests_.size() < pieces_submitted_) digests_.resize(pieces_submitted_);
+    for (size_t i = 0; i < made.size(); i++)
+        digests_[slot.digests[i].piece] = made[i];
+}
+
+Failure Engine::digests(uint64_t first, uint64_t count, uint8_t *digests) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (first + count < first || first + count > landed_.load()) {
+        return failure(TL_ERR_ARGUMENT, "digests of pieces that have not landed");
+    }
+    std::memset(digests, 0, count * sizeof(Digest));
+    for (uint64_t i = first; i < std::min<uint64_t>(first + count, digests_.size()); i++)
+        std::memcpy(digests + (i - first) * sizeof(Digest), digests_[i].bytes, sizeof(Digest));
+    return {};
+}
+
+void Engine::slot_copied(uint64_t slot_index, uint64_t begin_ns) {
+    trace_.end(begin_ns, TL_STAGE_COPY, -1, 0, slot_index);
     std::lock_guard<std::mutex> lock(mutex_);
     slots_[slot_index - first_slot_]->copied = true;
     const uint64_t before = freed_slots_;
@@ -269,7 +303,7 @@ void Engine::advance_landed() {
         ticket = slots_[landed_slots_ - first_slot_]->ticket;
         landed_slots_++;
     }
-    if (!device_) freed_slots_ = landed_slots_;
+    if (!device_) freed_slots_ = landed_slots_;  // nothing is copied
     if (ticket) {
         landed_.store(ticket, std::memory_order_release);
         done_cv_.notify_all();

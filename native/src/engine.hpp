@@ -22,7 +22,9 @@
 #include "file.hpp"
 #include "plan.hpp"
 #include "readers/reader.hpp"
+#include "digest.hpp"
 #include "ring.hpp"
+#include "trace.hpp"
 
 namespace tl {
 
@@ -36,6 +38,8 @@ public:
     Failure submit(const tl_piece *pieces, uint64_t count, Stream consumer, uint64_t *ticket);
     Failure wait(uint64_t ticket, uint32_t timeout_ms);
     Failure stream_wait(Stream consumer);
+    Failure digests(uint64_t first, uint64_t count, uint8_t *digests);
+    const Trace &trace() const { return trace_; }
     Failure file_info(int32_t index, tl_file_info *info);
     void stats(tl_stats *stats);
     void cancel();
@@ -65,7 +69,7 @@ private:
     Failure ready_file(File *file, Route *route);
     bool fetch_range(Chunk *chunk, File *file, const Route &route, uint64_t begin, uint64_t end);
     bool fetch_cached(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
-    bool fetch_direct(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
+    bool fetch_deep(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
     void push(DeepReader *reader, const Request &request);
     char *slot_base(const Slot &slot) const;
     DeepReader *deep_reader(int path, Failure *why);
@@ -79,7 +83,8 @@ private:
     bool slot_is_free(const Slot &slot) const;
     void part_done(Chunk *chunk);
     void slot_filled(Slot *slot);
-    void slot_copied(uint64_t slot_index);
+    void slot_copied(uint64_t slot_index, uint64_t begin_ns);
+    void digest_slot(const Slot &slot);
     void advance_landed();
     void retire();
     void add_note(const std::string &note);
@@ -87,6 +92,7 @@ private:
     const tl_options options_;
     const bool device_;
     const pid_t pid_;
+    Trace trace_;
     Driver *driver_ = nullptr;
     bool retained_ = false;
     std::unique_ptr<Ring> ring_;
@@ -105,6 +111,7 @@ private:
     uint64_t landed_slots_ = 0;  // leading slots that have landed
     uint64_t freed_slots_ = 0;   // leading slots whose memory is free again
     uint64_t pieces_submitted_ = 0;
+    std::vector<Digest> digests_;  // by piece; empty until one is asked for
     Failure failure_;
     std::string notes_;
     std::vector<std::thread> threads_;

@@ -52,7 +52,7 @@ Failure Engine::ready_file(File *file, Route *route) {
     if (Failure f = file->open_plain()) return f;
     if (!file->routed) {
         if (Failure f = choose_route(file, options_.backends, options_.backend_count)) return f;
-    } else if (file->route.direct_path >= 0) {
+    } else if (is_direct(file->route.deep_path)) {
         const int refusal = file->open_direct();
         if (refusal != 0) return os_failure(TL_ERR_OPEN, refusal, "cannot open again for direct I/O");
     }
@@ -66,14 +66,9 @@ DeepReader *Engine::deep_reader(int path, Failure *why) {
     if (reader) return reader.get();
     if (stopping()) deep_why_[path] = failure(TL_ERR_CANCELLED, "the load has ended");
     if (!deep_why_[path]) {
-        const DeepLimits limits{options_.io_depth, options_.chunk_bytes};
-        auto fresh = path == TL_PATH_URING_DIRECT ? make_uring_direct(this, limits) : make_pread_direct(this, limits);
-        if (!fresh) {
-            deep_why_[path] = failure(TL_ERR_BACKEND, backend_not_built(TL_BACKEND_URING));
-        } else {
-            deep_why_[path] = fresh->start();
-            if (!deep_why_[path]) reader = std::move(fresh);
-        }
+        auto fresh = make_deep_reader(this, path, {options_.io_depth, options_.threads});
+        deep_why_[path] = fresh->start();
+        if (!deep_why_[path]) reader = std::move(fresh);
     }
     *why = deep_why_[path];
     return reader.get();
@@ -100,9 +95,12 @@ void Engine::fetch(Chunk *chunk) {
     if (!route.by_residency) {
         if (!fetch_range(chunk, file, route, chunk->begin, chunk->end)) return;
     } else {
-        for (const Segment &s : Residency::segments(file->residency, file->plain_fd, chunk->begin, chunk->end)) {
+        const uint64_t begin = trace_.begin();
+        const auto segments = Residency::segments(file->residency, file->plain_fd, chunk->begin, chunk->end);
+        trace_.end(begin, TL_STAGE_ASK_CACHE, file->index, chunk->begin, chunk->end - chunk->begin);
+        for (const Segment &s : segments) {
             Route part = route;
-            (s.resident ? part.direct_path : part.cached_path) = -1;
+            (s.resident ? part.deep_path : part.cached_path) = -1;
             if (!fetch_range(chunk, file, part, s.begin, s.end)) return;
         }
     }
@@ -111,9 +109,7 @@ void Engine::fetch(Chunk *chunk) {
 
 // One path is set in the route: the one to take. False if the range will not come: then the chunk never counts as done.
 bool Engine::fetch_range(Chunk *chunk, File *file, const Route &route, uint64_t begin, uint64_t end) {
-    if (route.direct_path >= 0) {
-        return fetch_direct(chunk, file, route.direct_path, begin, end);
-    }
+    if (route.deep_path >= 0) return fetch_deep(chunk, file, route.deep_path, begin, end);
     return fetch_cached(chunk, file, route.cached_path, begin, end);
 }
 
@@ -122,6 +118,7 @@ bool Engine::fetch_cached(Chunk *chunk, File *file, int path, uint64_t begin, ui
     char *base = slot_base(*chunk->slot);
     char gap[kPage];  // bytes between fills, which nobody wants
     std::vector<iovec> buffers;
+    const uint64_t begin_ns = trace_.begin();
     uint64_t delivered = 0;
     uint64_t at = end;  // where the first buffer begins in the file
     uint64_t until = end;
@@ -156,16 +153,17 @@ bool Engine::fetch_cached(Chunk *chunk, File *file, int path, uint64_t begin, ui
         advance(&buffers, &first, static_cast<uint64_t>(got));
     }
     bytes_[path] += delivered;
+    trace_.end(begin_ns, TL_STAGE_READ, file->index, begin, end - begin, path);
     return true;
 }
 
 // Whole blocks that fit their place are read in place; what is left at the ends, and what does not fit, goes through a
-// buffer of the reader.
-bool Engine::fetch_direct(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end) {
+// buffer of the reader. For a buffered path every byte is a block.
+bool Engine::fetch_deep(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end) {
     Failure why;
     DeepReader *reader = deep_reader(path, &why);
     if (!reader) return path_refused(chunk, file, path, why.message, begin, end);
-    const uint64_t block = file->block;
+    const uint64_t block = is_direct(path) ? file->block : 1;
     const Fill &fill = chunk->slot->fills[chunk->first_fill];
     const uint64_t head = round_up(begin, block);
     const uint64_t tail = round_down(end, block);
@@ -202,6 +200,7 @@ void Engine::complete(const Request &request, int path, const char *bounced) {
         delivered = request.end - request.begin;
     }
     bytes_[path] += delivered;
+    trace_.end(request.begin_ns, TL_STAGE_READ, request.file->index, request.begin, request.end - request.begin, path);
     part_done(request.chunk);
 }
 
@@ -223,14 +222,14 @@ bool Engine::path_refused(Chunk *chunk, File *file, int path, const std::string 
         }
         route = file->route;
     }
-    // Direct where there is a choice: it was asked for because the range is not cached.
-    if (route.direct_path >= 0) route.cached_path = -1;
+    // The deep path where there is a choice: most likely it was asked for because the range is not cached.
+    if (route.deep_path >= 0) route.cached_path = -1;
     return fetch_range(chunk, file, route, begin, end);
 }
 
 void Engine::count_read(int path, uint64_t nbytes) {
     reads_[path]++;
-    direct_bytes_ += nbytes;
+    if (is_direct(path)) direct_bytes_ += nbytes;
 }
 
 void Engine::add_note(const std::string &note) {
@@ -277,7 +276,7 @@ Failure Engine::file_info(int32_t index, tl_file_info *info) {
     std::lock_guard<std::mutex> lock(file->mutex);
     info->backend = file->routed ? file->route.backend : -1;
     info->cached_path = file->route.cached_path;
-    info->direct_path = file->route.direct_path;
+    info->waiting_path = file->route.deep_path;
     copy_text(info->residency, sizeof info->residency, file->routed ? Residency::name(file->residency) : "");
     copy_text(info->fallback, sizeof info->fallback, file->notes);
     return {};

@@ -49,10 +49,13 @@ uint64_t PlanBuilder::take(const tl_piece &rest, bool joins) {
     // A long piece that direct reads could not bring in place here, or one that would leave a stub, opens a new slot.
     const bool misfit = shape_.device && rest.nbytes >= shape_.chunk_bytes &&
                         (rest.file_offset - slot.shift - where) % kPage != 0;
-    if (!first && (misfit || (taken < rest.nbytes && room < shape_.slot_bytes / 8))) {
+    // A piece to be digested stays whole: it is digested where it lies in its slot.
+    const bool whole = (rest.flags & TL_PIECE_DIGEST) != 0;
+    if (!first && (misfit || (taken < rest.nbytes && (whole || room < shape_.slot_bytes / 8)))) {
         close();
         return 0;
     }
+    if (whole) slot.digests.push_back({pieces_, shape_.device ? where : rest.destination, taken});
     if (!shape_.device) {
         staged_.push_back({rest.file, {rest.file_offset, taken, rest.destination}});
         used_ += taken;
@@ -130,7 +133,11 @@ void PlanBuilder::close() {
 
 std::vector<std::unique_ptr<Slot>> PlanBuilder::finish(uint64_t first_ticket) {
     if (slot_open_) close();
-    for (auto &slot : slots_) slot->ticket += first_ticket;
+    for (auto &slot : slots_) {
+        slot->ticket += first_ticket;
+        for (DigestJob &job : slot->digests)
+            job.piece += first_ticket;
+    }
     return std::move(slots_);
 }
 

@@ -27,6 +27,13 @@ struct Copy {
     uint64_t destination;
 };
 
+// Bytes of a piece that are to be digested once the slot is filled.
+struct DigestJob {
+    uint64_t piece;  // counted over the engine's life
+    uint64_t where;  // as in Fill
+    uint64_t nbytes;
+};
+
 struct Slot;
 
 // Fills of one file, in the order of their offsets, that one read brings (gaps between them are smaller than a page).
@@ -47,6 +54,7 @@ struct Slot {
     std::vector<Fill> fills;
     std::vector<Copy> copies;
     std::vector<Chunk> chunks;
+    std::vector<DigestJob> digests;
     size_t chunks_left = 0;  // under the engine's lock, as the rest
     bool landed = false;
     bool copied = false;

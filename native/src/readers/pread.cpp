@@ -1,11 +1,14 @@
-// pread(2): buffered on the thread that asks, direct on threads that wait for storage, one request each.
+// pread(2): on the thread that asks for what is cached, on threads of its own for what storage has to bring.
+#include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <system_error>
 #include <thread>
 #include <vector>
 
-#include "readers/direct.hpp"
+#include "readers/deep.hpp"
 
 namespace tl {
 
@@ -21,41 +24,33 @@ int64_t pread_buffered(const File &file, const iovec *buffers, int count, uint64
 
 namespace {
 
-class PreadDirect final : public DeepReader {
-public:
-    PreadDirect(RequestSink *sink, const DeepLimits &limits)
-        : sink_(sink), depth_(limits.depth), queue_(sink, 2 * static_cast<size_t>(limits.depth)) {}
+uint64_t cpu_ns() {
+    timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
+}
 
-    Failure start() override {
-        return {};
-    }
+// One request a thread. Direct reads wait for storage, so there are threads up to the depth. Buffered ones may be served
+// by the cache: more threads than CPUs only come where reads are seen to wait.
+class PreadThreads final : public DeepReader {
+public:
+    PreadThreads(RequestSink *sink, int path, const DeepLimits &limits)
+        : sink_(sink), path_(path), limits_(limits), queue_(sink, 2 * static_cast<size_t>(limits.depth)) {}
+
+    Failure start() override { return {}; }
 
     void push(const Request &request) override {
-        {
-            // One thread more as long as all that are there may be waiting.
-            std::lock_guard<std::mutex> lock(mutex_);
-            if (threads_.size() < depth_ && idle_.load() == 0 && !sink_->stopping()) {
-                try {
-                    threads_.emplace_back([this] { work(); });
-                } catch (const std::system_error &error) {
-                    if (threads_.empty()) {
-                        sink_->failed(os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread"));
-                        return;
-                    }
-                }
-            }
-        }
+        start_another();
         queue_.push(request);
     }
 
-    void wake() override {
-        queue_.wake();
-    }
+    void wake() override { queue_.wake(); }
 
     void join() override {
         queue_.wake();
         std::lock_guard<std::mutex> lock(mutex_);
-        for (std::thread &thread : threads_) thread.join();
+        for (std::thread &thread : threads_)
+            thread.join();
         threads_.clear();
     }
 
@@ -65,6 +60,21 @@ public:
     }
 
 private:
+    // One thread more where all that are there are busy and another would find something to wait for.
+    void start_another() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const bool waits = is_direct(path_) || wall_ns_.load() > 2 * cpu_ns_.load();
+        const size_t most = waits ? limits_.depth : std::min(limits_.depth, limits_.threads);
+        if (threads_.size() >= most || idle_.load() > 0 || sink_->stopping()) return;
+        try {
+            threads_.emplace_back([this] { work(); });
+        } catch (const std::system_error &error) {
+            if (threads_.empty()) {
+                sink_->failed(os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread"));
+            }
+        }
+    }
+
     void work() {
         sink_->enter_thread();
         Bounce bounce;
@@ -74,47 +84,53 @@ private:
             const bool there = queue_.pop(&request, true);
             idle_--;
             if (!there) return;
+            const uint64_t begin = now_ns(), cpu_begin = cpu_ns();
             read(request, &bounce);
+            wall_ns_ += now_ns() - begin;
+            cpu_ns_ += cpu_ns() - cpu_begin;
         }
     }
 
     void read(const Request &request, Bounce *bounce) {
-        DirectRead read;
-        if (!read.begin(request, bounce)) {
-            sink_->failed(failure(TL_ERR_MEMORY, "no memory for a buffer of direct reads"));
+        DeepRead read;
+        if (!read.begin(request, is_direct(path_), bounce)) {
+            sink_->failed(failure(TL_ERR_MEMORY, "no memory for a buffer of reads"));
             return;
         }
         Failure why;
         for (;;) {
             const ssize_t got =
-                pread(request.file->direct_fd, read.buffer(), read.nbytes(), static_cast<off_t>(read.offset()));
-            if (got > 0) sink_->count_read(TL_PATH_PREAD_DIRECT, static_cast<uint64_t>(got));
+                pread(read.fd(), read.buffer(), read.nbytes(), static_cast<off_t>(read.offset()));
+            if (got > 0) sink_->count_read(path_, static_cast<uint64_t>(got));
             switch (read.on_result(got < 0 ? -errno : got, &why)) {
-                case DirectRead::Outcome::kMore:
+                case DeepRead::Outcome::kMore:
                     if (sink_->stopping()) return;
                     continue;
-                case DirectRead::Outcome::kDone:
-                    return sink_->complete(request, TL_PATH_PREAD_DIRECT, read.bounced());
-                case DirectRead::Outcome::kRefused:
-                    return sink_->refused(request, TL_PATH_PREAD_DIRECT, why.os_errno);
-                case DirectRead::Outcome::kFailed:
+                case DeepRead::Outcome::kDone:
+                    return sink_->complete(read.request(), path_, read.bounced());
+                case DeepRead::Outcome::kRefused:
+                    return sink_->refused(request, path_, why.os_errno);
+                case DeepRead::Outcome::kFailed:
                     return sink_->failed(why);
             }
         }
     }
 
     RequestSink *sink_;
-    const size_t depth_;
+    const int path_;
+    const DeepLimits limits_;
     RequestQueue queue_;
     mutable std::mutex mutex_;
     std::vector<std::thread> threads_;
     std::atomic<uint32_t> idle_{0};
+    std::atomic<uint64_t> wall_ns_{0};
+    std::atomic<uint64_t> cpu_ns_{0};
 };
 
 }  // namespace
 
-std::unique_ptr<DeepReader> make_pread_direct(RequestSink *sink, const DeepLimits &limits) {
-    return std::make_unique<PreadDirect>(sink, limits);
+std::unique_ptr<DeepReader> make_pread(RequestSink *sink, int path, const DeepLimits &limits) {
+    return std::make_unique<PreadThreads>(sink, path, limits);
 }
 
 }  // namespace tl

@@ -30,6 +30,7 @@ struct Request {
     uint64_t begin;  // range of the file
     uint64_t end;
     char *in_place;  // where [begin, end) goes if it is whole blocks at a fitting address, else null: through a buffer
+    uint64_t begin_ns = 0;  // when its first read was begun
 };
 
 // What a reader needs of the engine; implemented by it, called from the readers' threads.
@@ -61,11 +62,17 @@ public:
 };
 
 struct DeepLimits {
-    uint32_t depth = 1;
-    uint64_t chunk_bytes = 0;
+    uint32_t depth = 1;    // requests in flight
+    uint32_t threads = 1;  // threads that may use a CPU
 };
-std::unique_ptr<DeepReader> make_pread_direct(RequestSink *sink, const DeepLimits &limits);
-std::unique_ptr<DeepReader> make_uring_direct(RequestSink *sink, const DeepLimits &limits);
+std::unique_ptr<DeepReader> make_pread(RequestSink *sink, int path, const DeepLimits &limits);
+std::unique_ptr<DeepReader> make_uring(RequestSink *sink, int path, const DeepLimits &limits);
+std::unique_ptr<DeepReader> make_aio(RequestSink *sink, int path, const DeepLimits &limits);
+
+// True where reads of a path go around the page cache.
+constexpr bool is_direct(int path) {
+    return path == TL_PATH_PREAD_DIRECT || path == TL_PATH_URING_DIRECT || path == TL_PATH_AIO_DIRECT;
+}
 
 // True where an errno means "not this way", so that another way may still work.
 bool means_refused(int os_errno);

@@ -1,4 +1,5 @@
-// What every direct reader shares: whole blocks, short reads, the end of the file, a buffer for what does not fit.
+// What every deep reader shares: whole blocks where reads are direct, short reads, the end of the file, a buffer for what
+// does not fit its place.
 #pragma once
 
 #include <condition_variable>
@@ -24,12 +25,12 @@ private:
 };
 
 // One request on its way: which read to issue next, and what its result means.
-class DirectRead {
+class DeepRead {
 public:
     enum class Outcome { kMore, kDone, kFailed, kRefused };
 
     // False if there is no memory for the buffer.
-    bool begin(const Request &request, Bounce *bounce);
+    bool begin(const Request &request, bool direct, Bounce *bounce);
 
     char *buffer() const {
         return buffer_ + got_;
@@ -39,6 +40,9 @@ public:
     }
     uint64_t nbytes() const {
         return end_ - begin_ - got_;
+    }
+    int fd() const {
+        return direct_ ? request_.file->direct_fd : request_.file->plain_fd;
     }
     const Request &request() const {
         return request_;
@@ -53,7 +57,9 @@ public:
 
 private:
     Request request_{};
+    bool direct_ = false;
     char *buffer_ = nullptr;
+    uint64_t block_ = 1;  // unit of direct reads; 1 for buffered ones
     uint64_t begin_ = 0;  // whole blocks around the request
     uint64_t end_ = 0;
     uint64_t got_ = 0;  // a multiple of the block while more is to come

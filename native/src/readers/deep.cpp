@@ -1,4 +1,4 @@
-#include "readers/direct.hpp"
+#include "readers/deep.hpp"
 
 #include <sys/mman.h>
 
@@ -43,18 +43,20 @@ char *Bounce::reserve(uint64_t nbytes) {
     return memory_;
 }
 
-bool DirectRead::begin(const Request &request, Bounce *bounce) {
-    const uint64_t block = request.file->block;
+bool DeepRead::begin(const Request &request, bool direct, Bounce *bounce) {
     request_ = request;
+    request_.begin_ns = now_ns();
+    direct_ = direct;
+    block_ = direct ? request.file->block : 1;
     got_ = 0;
     retries_ = 0;
-    begin_ = round_down(request.begin, block);
-    end_ = round_up(request.end, block);
+    begin_ = round_down(request.begin, block_);
+    end_ = round_up(request.end, block_);
     buffer_ = request.in_place ? request.in_place : bounce->reserve(end_ - begin_);
     return buffer_ != nullptr;
 }
 
-DirectRead::Outcome DirectRead::on_result(int64_t result, Failure *why) {
+DeepRead::Outcome DeepRead::on_result(int64_t result, Failure *why) {
     const File &file = *request_.file;
     const uint64_t wanted = request_.end - request_.begin;
     const uint64_t before = begin_ + got_ > request_.begin ? begin_ + got_ - request_.begin : 0;
@@ -67,7 +69,7 @@ DirectRead::Outcome DirectRead::on_result(int64_t result, Failure *why) {
     const uint64_t there = begin_ + got_ + static_cast<uint64_t>(result);
     if (there >= request_.end) return Outcome::kDone;
     // Short. Go on at a whole block; without progress by a block the file has ended.
-    const uint64_t whole = round_down(static_cast<uint64_t>(result), file.block);
+    const uint64_t whole = round_down(static_cast<uint64_t>(result), block_);
     if (whole == 0) {
         *why = file.truncated(request_.begin, wanted, there > request_.begin ? there - request_.begin : 0);
         return Outcome::kFailed;
