@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from support import child
 from support.checkpoints import random_row, write_safetensors
 from tensorlift import sources
