@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support import child, page_cache
 from support.checkpoints import random_row, write_safetensors
 
@@ -102,6 +103,7 @@ def read_as_nobody(name: str, memlock: int) -> dict[str, Any]:
     from support.loads import digest
     from tensorlift import loading
     from tensorlift.engine import abi
+    from tensorlift.errors import MachineError
 
     abi.library()
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock, memlock))
@@ -112,7 +114,7 @@ def read_as_nobody(name: str, memlock: int) -> dict[str, Any]:
     uring: dict[str, Any]
     try:
         uring = {"digest": digest(loading.load(name, backend="URING"))}
-    except Exception as error:
+    except MachineError as error:
         uring = {"error": type(error).__name__, "message": str(error)}
     return {"digest": digest(state), "stats": state.stats.to_dict(), "uring": uring}
 
