@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tensorlift.engine.library import find_library
+from tensorlift.engine.library import VARIABLE, find_library
 from tensorlift.errors import LibraryError, MachineError, OutOfMemoryError
 
 __all__ = [
@@ -353,13 +353,17 @@ def pread(descriptor: int, address: int, nbytes: int, offset: int) -> int:
 
 
 _lock = threading.Lock()
-_loaded: list[Abi] = []
+# By what the environment chose, so that asking again costs no look at the disk.
+_loaded: dict[str | None, Abi] = {}
 
 
 def library() -> Abi:
     """The native library, loaded at the first call; LibraryError where it is missing or does not fit."""
-    if not _loaded:
+    chosen = os.environ.get(VARIABLE)
+    found = _loaded.get(chosen)
+    if found is None:
         with _lock:
-            if not _loaded:
-                _loaded.append(Abi(find_library()))
-    return _loaded[0]
+            found = _loaded.get(chosen)
+            if found is None:
+                found = _loaded[chosen] = Abi(find_library())
+    return found
