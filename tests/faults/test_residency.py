@@ -38,17 +38,12 @@ def read(name: str, backend: str) -> dict[str, Any]:
     path = Path(name)
     before = page_cache.disk_bytes_read()
     with loading.open(path, backend=backend) as weights:
-        begin = 8 + int.from_bytes(_head(path), "little")
-        missing = page_cache.missing_bytes(path, begin, path.stat().st_size)
+        end = path.stat().st_size
+        missing = page_cache.missing_bytes(path, end - sum(weights._checkpoint.sizes.tolist()), end)
         tensors = dict(iter(weights))
         stats = weights.stats
     read_bytes = page_cache.disk_bytes_read() - before
     return {"missing": missing, "disk": read_bytes, "digest": digest(tensors), "stats": stats.to_dict()}
-
-
-def _head(path: Path) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        return file.read(8)
 
 
 def halves() -> list[tuple[int, int]]:
