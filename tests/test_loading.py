@@ -95,7 +95,7 @@ def test_names(written: Written) -> None:
     some = {name: row for name, row in written.tensors.items() if layer.fullmatch(name)}
     for names_of in (layer, "layers.1.*", lambda name: name.startswith("layers.1.")):
         assert_state(loading.load(written.path, names=names_of), some)
-        assert loading.open(written.path, names=names_of).keys() == list(some)
+        assert loading.open(written.path, names=names_of).names == list(some)
     assert loading.load(written.path, names=lambda name: False) == {}
     with pytest.raises(TensorNotFoundError, match=r"nothing\.like\.it"):
         loading.load(written.path, names="nothing.like.it")
@@ -150,10 +150,10 @@ def test_open_in_file_order_with_metadata(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "m.safetensors", rows, {"format": "pt"})
     with loading.open(path) as weights:
         assert weights.metadata == {"format": "pt"}
-        assert weights.keys() == ["z", "a", "y"]
+        assert weights.names == ["z", "a", "y"]
         assert len(weights) == 3
         assert weights.device == torch.device("cpu")
-        assert_state(dict(iter(weights)), rows)
+        assert_state(dict(weights), rows)
 
 
 def consumers(path: Path) -> Iterator[Any]:

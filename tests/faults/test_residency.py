@@ -40,7 +40,7 @@ def read(name: str, backend: str) -> dict[str, Any]:
     with loading.open(path, backend=backend) as weights:
         end = path.stat().st_size
         missing = page_cache.missing_bytes(path, end - sum(weights._checkpoint.sizes.tolist()), end)
-        tensors = dict(iter(weights))
+        tensors = dict(weights)
         stats = weights.stats
     read_bytes = page_cache.disk_bytes_read() - before
     return {"missing": missing, "disk": read_bytes, "digest": digest(tensors), "stats": stats.to_dict()}
