@@ -13,6 +13,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+
 from support import leaks
 from support.checkpoints import random_checkpoint, random_row, write_safetensors
 from support.tensors import assert_state, assert_tensor
@@ -218,7 +219,7 @@ def test_closing_while_others_read(path: Path) -> None:
 
 @pytest.mark.parametrize("framework", ["np", "numpy", "tf", "flax", "mlx", "nonsense", None])
 def test_other_frameworks_are_refused_with_a_hint(path: Path, framework: Any) -> None:
-    with pytest.raises(OptionError, match="framework is .*pt, torch, pytorch.*safetensors"):
+    with pytest.raises(OptionError, match=r"framework is .*pt, torch, pytorch.*safetensors"):
         compat.safe_open(path, framework)
 
 
@@ -226,7 +227,7 @@ def test_names_and_dtypes_that_are_not_there(tmp_path: Path) -> None:
     rows = {"weight": random_row("F32", [2]), "six": random_row("F6_E3M2", [8])}
     file = compat.safe_open(write_safetensors(tmp_path / "m.safetensors", rows), "pt")
     for call in (file.get_tensor, file.get_slice):
-        with pytest.raises(TensorNotFoundError, match="'weigth'.*'weight'"):
+        with pytest.raises(TensorNotFoundError, match=r"'weigth'.*'weight'"):
             call("weigth")
     with pytest.raises(DtypeError, match="'six'"):
         file.get_tensor("six")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support import child, leaks
 from support.checkpoints import random_row, write_safetensors
 from tensorlift import compat, loading

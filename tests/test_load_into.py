@@ -1,4 +1,4 @@
-"""load_into(): existing parameters, ties, overlaps, copies, and what is checked before anything is written."""
+"""load_into(): existing parameters, ties, overlaps, copies, and what is checked before a byte is written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from support import leaks
 from support.checkpoints import Row, random_checkpoint, random_row, write_safetensors
 from support.tensors import assert_state
@@ -23,7 +25,6 @@ from tensorlift.errors import (
     TruncatedError,
 )
 from tensorlift.format.dtypes import BY_CODE
-from torch import nn
 
 Write = Callable[..., Path]
 

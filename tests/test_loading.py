@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from support import leaks
 from support.checkpoints import Row, Written, random_checkpoint, random_row, write_safetensors
 from support.tensors import assert_state, assert_tensor
@@ -94,9 +95,9 @@ def test_names(written: Written) -> None:
     some = {name: row for name, row in written.tensors.items() if layer.fullmatch(name)}
     for names_of in (layer, "layers.1.*", lambda name: name.startswith("layers.1.")):
         assert_state(loading.load(written.path, names=names_of), some)
-        assert loading.open(written.path, names=names_of).keys() == list(some)
+        assert loading.open(written.path, names=names_of).names == list(some)
     assert loading.load(written.path, names=lambda name: False) == {}
-    with pytest.raises(TensorNotFoundError, match="nothing.like.it"):
+    with pytest.raises(TensorNotFoundError, match=r"nothing\.like\.it"):
         loading.load(written.path, names="nothing.like.it")
 
 
@@ -149,10 +150,10 @@ def test_open_in_file_order_with_metadata(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "m.safetensors", rows, {"format": "pt"})
     with loading.open(path) as weights:
         assert weights.metadata == {"format": "pt"}
-        assert weights.keys() == ["z", "a", "y"]
+        assert weights.names == ["z", "a", "y"]
         assert len(weights) == 3
         assert weights.device == torch.device("cpu")
-        assert_state(dict(iter(weights)), rows)
+        assert_state(dict(weights), rows)
 
 
 def consumers(path: Path) -> Iterator[Any]:
@@ -210,15 +211,18 @@ def test_the_consumers_exception_comes_out_unchanged(large: tuple[Path, dict[str
 
     mine = Mine("own")
     with leaks.nothing_left():
-        try:
+
+        def consume() -> None:
             with loading.open(large[0], **SMALL_ARENAS) as weights:
-                for _name, _tensor in weights:
-                    del _tensor
+                for _ in weights:
                     raise mine
-        except Mine as error:
-            assert error is mine
-            assert error.__cause__ is None
-            error.__traceback__ = None
+
+        with pytest.raises(Mine) as caught:
+            consume()
+        assert caught.value is mine
+        assert mine.__cause__ is None
+        mine.__traceback__ = None
+        del caught
 
 
 def test_a_report_that_raises_stops_the_load(large: tuple[Path, dict[str, Row]]) -> None:

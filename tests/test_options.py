@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tensorlift.errors import OptionError
 from tensorlift.options import BACKENDS, LoadOptions, parse_size
 

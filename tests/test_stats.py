@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+
 from tensorlift.stats import LoadStats, merged, reporter
 
 ONE = LoadStats(

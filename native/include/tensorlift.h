@@ -100,7 +100,7 @@ typedef struct tl_options {
     int32_t device_index;  /* the driver's ordinal; not used for a CPU */
     uint64_t chunk_bytes;  /* one read; a multiple of 4096 */
     uint64_t slot_bytes;   /* one copy to the device; a multiple of chunk_bytes */
-    uint64_t pinned_bytes; /* at most this much pinned memory; whole slots, at least two */
+    uint64_t pinned_bytes; /* the pinned ring: whole slots, at least two; 4096 bytes a slot come on top */
     uint32_t threads;      /* threads that copy out of the page cache; at least 1 */
     uint32_t io_depth;     /* direct reads in flight; at least 1 */
     uint32_t backend_count;

@@ -22,11 +22,41 @@ public:
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before_);
     }
-    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+    ~SignalsBlocked() {
+        pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+    }
 
 private:
     sigset_t before_;
 };
+
+// Whether piece i of a call is one that can be read.
+Failure check_piece(const tl_piece *pieces, uint64_t i, size_t file_count, uint64_t slot_bytes) {
+    const tl_piece &p = pieces[i];
+    if (p.file < 0 || static_cast<size_t>(p.file) >= file_count) {
+        return failure(TL_ERR_ARGUMENT,
+                       "piece " + std::to_string(i) + " names file " + std::to_string(p.file));
+    }
+    if (p.file_offset + p.nbytes < p.file_offset || p.destination + p.nbytes < p.destination ||
+        p.file_offset + p.nbytes > static_cast<uint64_t>(INT64_MAX)) {
+        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has a range that wraps around");
+    }
+    if (p.nbytes > 0 && p.destination == 0) {
+        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has no destination");
+    }
+    if ((p.flags & TL_PIECE_DIGEST) && (!digests_built() || p.nbytes > slot_bytes)) {
+        return failure(TL_ERR_ARGUMENT, digests_built() ? "a piece to be digested is larger than a slot"
+                                                        : "xxHash was not there when the library was built");
+    }
+    if (p.flags & ~(TL_PIECE_JOIN | TL_PIECE_DIGEST)) {
+        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has unknown flags");
+    }
+    if ((p.flags & TL_PIECE_JOIN) && i > 0 &&
+        p.destination < pieces[i - 1].destination + pieces[i - 1].nbytes) {
+        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " joins one that lies behind it");
+    }
+    return {};
+}
 
 }  // namespace
 
@@ -99,30 +129,8 @@ Failure Engine::submit(const tl_piece *pieces, uint64_t count, Stream consumer, 
         file_count = files_.size();
     }
     for (uint64_t i = 0; i < count; i++) {
-        const tl_piece &p = pieces[i];
-        if (p.file < 0 || static_cast<size_t>(p.file) >= file_count) {
-            return failure(TL_ERR_ARGUMENT,
-                           "piece " + std::to_string(i) + " names file " + std::to_string(p.file));
-        }
-        if (p.file_offset + p.nbytes < p.file_offset || p.destination + p.nbytes < p.destination ||
-            p.file_offset + p.nbytes > static_cast<uint64_t>(INT64_MAX)) {
-            return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has a range that wraps around");
-        }
-        if (p.nbytes > 0 && p.destination == 0) {
-            return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has no destination");
-        }
-        if ((p.flags & TL_PIECE_DIGEST) && (!digests_built() || p.nbytes > options_.slot_bytes)) {
-            return failure(TL_ERR_ARGUMENT, digests_built() ? "a piece to be digested is larger than a slot"
-                                                            : "xxHash was not there when the library was built");
-        }
-        if (p.flags & ~(TL_PIECE_JOIN | TL_PIECE_DIGEST)) {
-            return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has unknown flags");
-        }
-        if ((p.flags & TL_PIECE_JOIN) && i > 0 &&
-            p.destination < pieces[i - 1].destination + pieces[i - 1].nbytes) {
-            return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " joins one that lies behind it");
-        }
-        tl_piece piece = p;
+        if (Failure f = check_piece(pieces, i, file_count, options_.slot_bytes)) return f;
+        tl_piece piece = pieces[i];
         if (i == 0) piece.flags &= ~TL_PIECE_JOIN;
         builder.add(piece);
     }
@@ -143,8 +151,7 @@ Failure Engine::submit(const tl_piece *pieces, uint64_t count, Stream consumer, 
     for (auto &slot : fresh) {
         slot->index = slots_submitted_++;
         chunks += slot->chunks.size();
-        for (const Chunk &chunk : slot->chunks)
-            files_[static_cast<size_t>(chunk.file)]->outstanding++;
+        for (const Chunk &chunk : slot->chunks) files_[static_cast<size_t>(chunk.file)]->outstanding++;
         slots_.push_back(std::move(slot));
     }
     // Pieces of no bytes at the end are complete with what is before them.
@@ -290,8 +297,7 @@ void Engine::slot_copied(uint64_t slot_index, uint64_t begin_ns) {
     std::lock_guard<std::mutex> lock(mutex_);
     slots_[slot_index - first_slot_]->copied = true;
     const uint64_t before = freed_slots_;
-    while (freed_slots_ < slots_submitted_ && slots_[freed_slots_ - first_slot_]->copied)
-        freed_slots_++;
+    while (freed_slots_ < slots_submitted_ && slots_[freed_slots_ - first_slot_]->copied) freed_slots_++;
     retire();
     if (freed_slots_ != before) work_cv_.notify_all();
 }
@@ -359,8 +365,7 @@ Failure Engine::close() {
             if (reader) reader->wake();
         }
     }
-    for (std::thread &thread : threads_)
-        thread.join();
+    for (std::thread &thread : threads_) thread.join();
     threads_.clear();
     for (auto &reader : deep_) {
         if (reader) reader->join();

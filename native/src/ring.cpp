@@ -9,7 +9,7 @@ namespace tl {
 Ring::Ring(Driver *driver, uint64_t slot_bytes, uint64_t pinned_bytes)
     : driver_(driver),
       stride_(round_up(slot_bytes, kPage) + kPage),
-      count_(std::max<uint64_t>(2, pinned_bytes / stride_)),
+      count_(std::max<uint64_t>(2, pinned_bytes / slot_bytes)),
       entries_(std::make_unique<Entry[]>(count_)) {}
 
 Ring::~Ring() {

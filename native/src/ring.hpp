@@ -13,7 +13,7 @@ namespace tl {
 
 class Ring {
 public:
-    // At most pinned_bytes, at least two slots.
+    // As many slots as pinned_bytes holds, at least two, and a page more for each.
     Ring(Driver *driver, uint64_t slot_bytes, uint64_t pinned_bytes);
     ~Ring();
     Ring(const Ring &) = delete;

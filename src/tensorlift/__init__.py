@@ -39,7 +39,7 @@ from tensorlift.stats import LoadStats
 
 if TYPE_CHECKING:
     from tensorlift.compat import load_file, safe_open
-    from tensorlift.loading import Weights, load, load_into, open
+    from tensorlift.loading import Weights, load, load_into, open  # noqa: A004 - its public name
 
 __all__ = [
     "BackendError",

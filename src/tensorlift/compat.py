@@ -52,7 +52,7 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         """Reads and checks the headers."""
         if framework not in _FRAMEWORKS:
             raise OptionError(
-                f"framework is {framework!r}; expected one of {', '.join(_FRAMEWORKS)}: tensorlift makes torch tensors "
+                f"framework is {framework!r}; expected one of {', '.join(_FRAMEWORKS)}, for torch "
                 "(for another framework convert them, or use safetensors itself)"
             )
         self._options = LoadOptions.resolve(**options)

@@ -156,7 +156,8 @@ class Weights:
             return LoadStats(seconds={**self._clock.seconds, "total": self._opening})
         return _timed(self._pass.transfer.stats(), self._opening + self._pass.seconds)
 
-    def keys(self) -> list[str]:
+    @property
+    def names(self) -> list[str]:
         """Names of the selected tensors, in file order."""
         return [self._checkpoint.names[row] for row in self._rows.tolist()]
 

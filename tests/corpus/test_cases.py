@@ -33,7 +33,7 @@ def by_load(path, case, file):
 
 def by_open(path, case, file):
     with tensorlift.open(path) as weights:
-        return dict(iter(weights))
+        return dict(weights)
 
 
 def by_safe_open(path, case, file):
@@ -178,7 +178,7 @@ def test_a_tensor_larger_than_every_buffer(corpus, cases):
     small = {"chunk_size": "1MiB", "arena_size": "8MiB", "buffer_size": "16MiB"}
     check_file(tensorlift.load(corpus / file, **small), case, file)
     with tensorlift.open(corpus / file, **small) as weights:
-        check_file(dict(iter(weights)), case, file)
+        check_file(dict(weights), case, file)
 
 
 @pytest.mark.skipif(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from support import standin
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.native_build import ROOT
@@ -22,14 +23,17 @@ KIB, MIB = 1 << 10, 1 << 20
 KINDS = {"cuda": abi.DEVICE_CUDA, "hip": abi.DEVICE_HIP}
 # Small slots and arenas: many copies and reused memory also for small files.
 SMALL = {
-    "chunk_size": 64 * KIB, "slot_size": 256 * KIB, "pinned_bytes": MIB, "arena_size": MIB, "backend": "PREAD",
-    "buffer_size": 3 * MIB,
+    "chunk_size": 64 * KIB, "slot_size": 256 * KIB, "pinned_bytes": MIB, "arena_size": MIB,
+    "backend": "PREAD", "buffer_size": 3 * MIB,
 }  # fmt: skip
 LATE_US = 2000
+STANDIN = ROOT / "native/tests/standin"
 ENTRIES = [
     (kind, name)
     for kind in KINDS
-    for name in re.findall(rf'"({kind[:2]}\w+)"', (ROOT / f"native/tests/standin/{kind}.cpp").read_text().split("};")[0])
+    for name in re.findall(
+        rf'"({kind[:2]}\w+)"', (ROOT / f"native/tests/standin/{kind}.cpp").read_text().split("};")[0]
+    )
 ]
 
 
@@ -48,7 +52,9 @@ def checkpoint(tmp_path: Path) -> Written:
 @pytest.fixture
 def big(tmp_path: Path) -> Path:
     """16 tensors of 1 MiB: one arena each."""
-    return write_safetensors(tmp_path / "big.safetensors", {f"t{k}": random_row("U8", [MIB], k) for k in range(16)})
+    return write_safetensors(
+        tmp_path / "big.safetensors", {f"t{k}": random_row("U8", [MIB], k) for k in range(16)}
+    )
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -90,14 +96,18 @@ def test_load_with_default_settings(device: standin.StandInMemory, checkpoint: W
 def test_load_into(kind: str, checkpoint: Written) -> None:
     with standin.device(KINDS[kind], cpu_too=True) as device:
         device.driver.set_copy_delay_us(LATE_US)
-        state = {name: torch.zeros_like(t) for name, t in loading.load(checkpoint.path, device="cuda:0").items()}
+        state = {
+            name: torch.zeros_like(t) for name, t in loading.load(checkpoint.path, device="cuda:0").items()
+        }
         before = device.driver.counts()[copy_name(device)]
         loading.load_into(state, checkpoint.path, **SMALL)
         assert_right(state, checkpoint)
         assert device.driver.counts()[copy_name(device)] > before
 
 
-def test_tensors_of_16_bytes_and_more_are_aligned_to_16(device: standin.StandInMemory, tmp_path: Path) -> None:
+def test_tensors_of_16_bytes_and_more_are_aligned_to_16(
+    device: standin.StandInMemory, tmp_path: Path
+) -> None:
     # An odd scalar at the front shifts all that follows in the file.
     rows = {"odd": random_row("U8", [1])}
     for k in range(40):
@@ -111,9 +121,11 @@ def test_tensors_of_16_bytes_and_more_are_aligned_to_16(device: standin.StandInM
         assert raw(tensor) == rows[name][2]
 
 
-def test_memory_that_a_lagging_consumer_reads_is_not_written(device: standin.StandInMemory, big: Path) -> None:
-    # The consumer only queues its work: each tensor is copied away on its stream some time later, when the tensor has
-    # long been dropped and its arena been given out again.
+def test_memory_that_a_lagging_consumer_reads_is_not_written(
+    device: standin.StandInMemory, big: Path
+) -> None:
+    # The consumer only queues its work: each tensor is copied away on its stream some time later, when the
+    # tensor has long been dropped and its arena been given out again.
     driver = device.driver
     device.waits_in_ready = False
     driver.set_copy_delay_us(LATE_US)
@@ -213,7 +225,8 @@ def fail_in_turn(device: standin.StandInMemory, name: str, big: Path) -> None:
         try:
             state = loading.load(big, device="cuda:0", **SMALL)
         except DriverError as error:
-            assert "999" in str(error)
+            said = str(error)
+            assert "999" in said
         else:
             assert all(raw(state[f"t{k}"]) == random_row("U8", [MIB], k)[2] for k in range(16))
             del state
@@ -222,7 +235,7 @@ def fail_in_turn(device: standin.StandInMemory, name: str, big: Path) -> None:
         assert driver.registered_bytes() == driver.live_streams() == driver.live_events() == 0
         assert driver.retained_contexts() == 0
         assert abi.library().arena_live() == live
-    # Copies from memory that could not be pinned are right, but slow: only a refused registration leads to them.
+    # Copies from memory that could not be pinned are right, but slow: only a refused pinning leads to them.
     assert driver.unpinned_copies() == 0 or "HostRegister" in name
     driver.reset()
     driver.ready()

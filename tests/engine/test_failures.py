@@ -6,6 +6,7 @@ import errno
 
 import numpy as np
 import pytest
+
 from tensorlift.engine.abi import Status
 from tensorlift.engine.failures import Failure, exception_of, tensor_at
 from tensorlift.errors import (

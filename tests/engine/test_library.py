@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tensorlift.engine import abi, library
 from tensorlift.errors import LibraryError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tensorlift.engine.sizing import GIB, KIB, MIB, PAGE, Facts, budget, size_engine
 from tensorlift.errors import OptionError
 from tensorlift.options import LoadOptions

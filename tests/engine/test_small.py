@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from support.checkpoints import random_row, write_safetensors
 from tensorlift import sources
 from tensorlift.engine import abi, small
@@ -62,7 +63,7 @@ def test_the_end_of_the_file(shard: Shard) -> None:
     reads = small.SmallReads()
     read(reads, shard, 0, 1)
     os.truncate(shard.absolute, 1000)
-    with pytest.raises(TruncatedError, match="wanted 500 bytes at offset 900.*found 100"):
+    with pytest.raises(TruncatedError, match=r"wanted 500 bytes at offset 900.*found 100"):
         read(reads, shard, 900, 500)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from support import child
 from support.checkpoints import random_row, write_safetensors
 from tensorlift import loading
@@ -40,7 +41,7 @@ def test_truncated_after_opening(tmp_path: Path, backend: str) -> None:
     path = write(tmp_path / "model.safetensors")
     weights = opened(path, backend)
     os.truncate(path, 5 * MIB)
-    with pytest.raises(TruncatedError, match="model.safetensors"):
+    with pytest.raises(TruncatedError, match=r"model\.safetensors"):
         list(weights)
 
 
@@ -73,7 +74,7 @@ def test_emptied_under_a_load_into(tmp_path: Path, backend: str) -> None:
         os.truncate(path, 100)
 
     os.truncate(path, 12 * MIB)
-    with pytest.raises(TensorliftError, match="model.safetensors"):
+    with pytest.raises(TensorliftError, match=r"model\.safetensors"):
         loading.load_into(state, path, backend=backend, progress=cut)
 
 
@@ -81,7 +82,7 @@ def test_replaced_after_opening(tmp_path: Path, backend: str) -> None:
     path = write(tmp_path / "model.safetensors")
     weights = opened(path, backend)
     os.replace(write(tmp_path / "other", seed=50), path)
-    with pytest.raises(FileError, match="model.safetensors.*replaced"):
+    with pytest.raises(FileError, match=r"model\.safetensors.*replaced"):
         list(weights)
 
 
@@ -89,7 +90,7 @@ def test_removed_after_opening(tmp_path: Path, backend: str) -> None:
     path = write(tmp_path / "model.safetensors")
     weights = opened(path, backend)
     path.unlink()
-    with pytest.raises(FileError, match="model.safetensors.*gone") as caught:
+    with pytest.raises(FileError, match=r"model\.safetensors.*gone") as caught:
         list(weights)
     assert isinstance(caught.value, FileNotFoundError)
 

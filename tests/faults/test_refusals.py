@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+
 from support import child, loads, page_cache, seccomp
 from support.checkpoints import random_row, write_safetensors
 from tensorlift.engine import abi
 
-pytestmark = pytest.mark.skipif(seccomp.supported() is not None, reason=f"no filters here: {seccomp.supported()}")
+pytestmark = pytest.mark.skipif(
+    seccomp.supported() is not None, reason=f"no filters here: {seccomp.supported()}"
+)
 
 BUFFERED, DIRECT, URING, MMAP = "PREAD_BUFFERED", "PREAD_DIRECT", "URING_DIRECT", "MMAP"
 
@@ -118,7 +121,11 @@ def test_without_cachestat_and_mincore_all_is_buffered(case: Case) -> None:
         ("MMAP", ["NO_FILE_MAP"], ["MMAP", "No such device"]),
         ("MMAP", ["NO_VM_READ"], ["MMAP", "Operation not permitted"]),
         ("PREAD", ["NO_PREAD"], ["PREAD", "Operation not permitted"]),
-        (["URING", "MMAP"], ["NO_URING", "NO_FILE_MAP"], ["URING", "MMAP", "not permitted", "No such device"]),
+        (
+            ["URING", "MMAP"],
+            ["NO_URING", "NO_FILE_MAP"],
+            ["URING", "MMAP", "not permitted", "No such device"],
+        ),
     ],
 )
 def test_a_named_back_end_that_is_refused_is_an_error(
@@ -139,7 +146,9 @@ def test_a_named_back_end_that_is_refused_is_an_error(
         (["MMAP", "AUTO"], ["NO_VM_READ"], BUFFERED),
     ],
 )
-def test_an_ordered_list_goes_on_to_the_next(case: Case, backend: list[str], rules: list[str], reader: str) -> None:
+def test_an_ordered_list_goes_on_to_the_next(
+    case: Case, backend: list[str], rules: list[str], reader: str
+) -> None:
     case.path.read_bytes()
     answer = case.load(rules, backend=backend)
     assert answer["stats"]["readers"] == {reader: case.nbytes}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support import child, page_cache
 from support.checkpoints import random_row, write_safetensors
 
@@ -37,17 +38,12 @@ def read(name: str, backend: str) -> dict[str, Any]:
     path = Path(name)
     before = page_cache.disk_bytes_read()
     with loading.open(path, backend=backend) as weights:
-        begin = 8 + int.from_bytes(_head(path), "little")
-        missing = page_cache.missing_bytes(path, begin, path.stat().st_size)
-        tensors = dict(iter(weights))
+        end = path.stat().st_size
+        missing = page_cache.missing_bytes(path, end - sum(weights._checkpoint.sizes.tolist()), end)
+        tensors = dict(weights)
         stats = weights.stats
     read_bytes = page_cache.disk_bytes_read() - before
     return {"missing": missing, "disk": read_bytes, "digest": digest(tensors), "stats": stats.to_dict()}
-
-
-def _head(path: Path) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        return file.read(8)
 
 
 def halves() -> list[tuple[int, int]]:
@@ -102,6 +98,7 @@ def read_as_nobody(name: str, memlock: int) -> dict[str, Any]:
     from support.loads import digest
     from tensorlift import loading
     from tensorlift.engine import abi
+    from tensorlift.errors import MachineError
 
     abi.library()
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock, memlock))
@@ -112,7 +109,7 @@ def read_as_nobody(name: str, memlock: int) -> dict[str, Any]:
     uring: dict[str, Any]
     try:
         uring = {"digest": digest(loading.load(name, backend="URING"))}
-    except Exception as error:
+    except MachineError as error:
         uring = {"error": type(error).__name__, "message": str(error)}
     return {"digest": digest(state), "stats": state.stats.to_dict(), "uring": uring}
 

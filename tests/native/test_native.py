@@ -1,4 +1,4 @@
-"""The native sources' own tests, as they are, under sanitizers, and against libraries with one fence left out."""
+"""The native sources' own tests: as they are, under sanitizers, against libraries with one fence left out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from support.native_build import ROOT, build, program
 from tensorlift.engine import abi
 
@@ -82,7 +83,12 @@ def test_every_fence_has_a_test() -> None:
 def test_the_python_structures_lie_as_in_c(tmp_path: Path) -> None:
     done = run(program(build("plain"), "abi"), "--layout", folder=tmp_path)
     passes(done)
-    structures = {"tl_error": abi.Error, "tl_options": abi.Options, "tl_stats": abi.Stats, "tl_file_info": abi.FileInfo}
+    structures = {
+        "tl_error": abi.Error,
+        "tl_options": abi.Options,
+        "tl_stats": abi.Stats,
+        "tl_file_info": abi.FileInfo,
+    }
     fields = 0
     for line in done.stdout.splitlines():
         name, *numbers = line.split()
@@ -115,7 +121,10 @@ def test_the_library_shows_exactly_the_functions_of_the_header() -> None:
     if nm is None:
         pytest.skip("nm (binutils) is not installed")
     listing = subprocess.run(
-        [nm, "-D", "--defined-only", str(build("plain") / "libtensorlift.so")], capture_output=True, text=True, check=True
+        [nm, "-D", "--defined-only", str(build("plain") / "libtensorlift.so")],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     shown = {line.split()[2].partition("@")[0] for line in listing.stdout.splitlines()} - {"TENSORLIFT_1"}
     header = (ROOT / "native/include/tensorlift.h").read_text()

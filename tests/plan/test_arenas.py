@@ -1,11 +1,14 @@
-"""Layouts against their rules, spelled out slowly: each byte once, aligned, within the capacity, few pieces."""
+"""Layouts against their rules, spelled out slowly: each byte once, aligned, in capacity, few pieces."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tensorlift.plan.arenas import LONG, PAGE, SMALL, SMALL_ARENA, Layout, Rules, Wanted, lay_out
 
 
@@ -33,12 +36,12 @@ def check(given: Wanted, rules: Rules, layout: Layout) -> None:
             assert arena == -1
             continue
         assert offset % (16 if rules.device and size >= 16 else alignment) == 0
-        assert 0 <= offset
+        assert offset >= 0
         assert offset + size <= layout.arena_used[arena] <= layout.arena_nbytes[arena]
         spans.setdefault(arena, []).append((offset, offset + size))
     for arena, ranges in spans.items():
         ranges.sort()
-        assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False)), "two tensors share bytes"
+        assert all(a[1] <= b[0] for a, b in pairwise(ranges)), "two tensors share bytes"
         if len(ranges) > 1:
             assert layout.arena_nbytes[arena] <= rules.capacity
     assert sorted(spans) == list(range(len(layout.arena_nbytes)))

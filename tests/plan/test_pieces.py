@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tensorlift.plan.pieces import PIECE, merge_pieces, new_pieces
 
 
@@ -50,7 +53,7 @@ def test_merging_moves_the_same_bytes(steps: list[tuple[int, int, int, int]]) ->
 
     assert moves(merged) == moves(pieces)
     assert (merged["nbytes"] > 0).all()
-    for one, other in zip(merged, merged[1:], strict=False):
+    for one, other in pairwise(merged):
         follows = (
             one["file"] == other["file"]
             and one["file_offset"] + one["nbytes"] == other["file_offset"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from tensorlift.plan.slices import PAGE, Slice, slice_tensor
 
 

@@ -1,7 +1,8 @@
 """Runs a function of a test module in a process of its own, which may be crippled or die.
 
-The function is named by module file and name, and gets and returns plain JSON values. One helper process imports torch
-and the package once and forks for each call: no thread of the package runs in it, and a call costs no new imports.
+The function is named by module file and name, and gets and returns plain JSON values. One helper process
+imports torch and the package once and forks for each call: no thread of the package runs in it, and a call
+costs no new imports.
 """
 
 from __future__ import annotations
@@ -27,20 +28,22 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def call(function: Callable[..., Any], *arguments: Any, seconds: float = 60) -> Any:
-    """What ``function(*arguments)`` returns in a new process; AssertionError where it raises, dies or takes longer."""
+    """What ``function(*arguments)`` returns in a new process; AssertionError where it raises or dies."""
     answer = caught(function, *arguments, seconds=seconds)
     assert not (isinstance(answer, dict) and ERROR in answer), answer["trace"]
     return answer
 
 
 def caught(function: Callable[..., Any], *arguments: Any, seconds: float = 60) -> Any:
-    """As call(), but a TensorliftError comes back as ``{"error": class name, "message": text, "trace": text}``."""
+    """As call(), but a TensorliftError comes back: ``{"error": name, "message": text, "trace": text}``."""
     with tempfile.TemporaryDirectory() as folder:
         answer, output = Path(folder, "answer"), Path(folder, "output")
         request = [function.__code__.co_filename, function.__name__, arguments, str(answer), str(output)]
         status = _helper().run(json.dumps(request), seconds)
         said = output.read_text() if output.exists() else ""
-        assert status == 0, f"the child ended with {status} (-9: it took longer than {seconds} s)\n{said[-6000:]}"
+        assert status == 0, (
+            f"the child ended with {status} (-9: it took longer than {seconds} s)\n{said[-6000:]}"
+        )
         return json.loads(answer.read_text())
 
 

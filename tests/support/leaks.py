@@ -23,7 +23,7 @@ def held() -> tuple[int, set[str], int]:
 
 @contextlib.contextmanager
 def nothing_left(arenas: bool = True) -> Iterator[None]:
-    """Asserts at the end that nothing is held that was not held before; ``arenas``: no tensor was kept either."""
+    """Asserts at the end that nothing more is held than before; ``arenas``: no tensor was kept either."""
     # The first load starts what torch and the library start once.
     before = held()
     yield

@@ -1,4 +1,4 @@
-"""Loads in a child process, described in plain values: what came, by which way, and what was said about it."""
+"""Loads in a child process, described in plain values: what came, by which way, and what was said."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import torch
+
 from support import seccomp
 
 

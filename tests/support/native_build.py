@@ -1,4 +1,4 @@
-"""Builds of the native sources for tests, each in its own folder below build/tests, made once and kept up to date."""
+"""Builds of the native sources for tests, each in its own folder below build/tests and kept up to date."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ BUILDS = ROOT / "build" / "tests"
 
 
 def _tool(name: str) -> str:
-    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    found = shutil.which(
+        name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
     if found is None:
         pytest.skip(f"{name} is not installed: the native sources cannot be built here")
     return found
@@ -25,14 +27,16 @@ def _tool(name: str) -> str:
 
 @functools.cache
 def build(name: str, *settings: str, target: str = "all") -> Path:
-    """Folder of a build with the native tests and the stand-in, after making ``target``; settings are ``KEY=value``."""
+    """Folder of a build with native tests and stand-in, after making ``target``; settings: ``KEY=value``."""
     folder = BUILDS / name
     folder.mkdir(parents=True, exist_ok=True)
     cmake, ninja = _tool("cmake"), _tool("ninja")
     with open(folder / ".lock", "w") as lock:
         # Several test processes may want the same build.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        defines = [f"-D{setting}" for setting in ("TENSORLIFT_TESTS=ON", f"CMAKE_MAKE_PROGRAM={ninja}", *settings)]
+        defines = [
+            f"-D{setting}" for setting in ("TENSORLIFT_TESTS=ON", f"CMAKE_MAKE_PROGRAM={ninja}", *settings)
+        ]
         _run([cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *defines])
         _run([cmake, "--build", str(folder), "--target", target])
     return folder

@@ -29,7 +29,7 @@ def file_system(path: Path) -> str:
 
 
 def resident(path: Path) -> npt.NDArray[np.bool_]:
-    """For each page of a file whether it is cached: mincore, which is right for the owner. Touches no page."""
+    """For each page of a file whether it is cached: mincore, right for the owner. Touches no page."""
     libc = ctypes.CDLL(None, use_errno=True)
     nbytes = path.stat().st_size
     answer = np.zeros(-(-nbytes // PAGE), np.uint8)

@@ -1,7 +1,7 @@
 """Filters that make system calls fail for this process and its children, as containers and old kernels do.
 
-A filter cannot be taken back: install it in a process made for the test (``support.child`` does), after its imports.
-Only what a filter sees can be a condition: the numbers in registers, not the memory that they point to.
+A filter cannot be taken back: install it in a process made for the test (``support.child``), after its
+imports. Only what a filter sees can be a condition: the numbers in registers, not what they point to.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# Numbers from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (aarch64).
+# From the kernel's arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (aarch64).
 _NUMBERS = {
     "x86_64": {
         "cachestat": 451, "execve": 59, "fcntl": 72, "io_uring_enter": 426, "io_uring_register": 427,
-        "io_uring_setup": 425, "mincore": 27, "mmap": 9, "open": 2, "openat": 257, "openat2": 437, "pread64": 17,
-        "preadv": 295, "preadv2": 327, "process_vm_readv": 310, "mlock": 149,
+        "io_uring_setup": 425, "mincore": 27, "mmap": 9, "open": 2, "openat": 257, "openat2": 437,
+        "pread64": 17, "preadv": 295, "preadv2": 327, "process_vm_readv": 310, "mlock": 149,
     },
     "aarch64": {
         "cachestat": 451, "execve": 221, "fcntl": 25, "io_uring_enter": 426, "io_uring_register": 427,
-        "io_uring_setup": 425, "mincore": 232, "mmap": 222, "openat": 56, "openat2": 437, "pread64": 67, "preadv": 69,
-        "preadv2": 286, "process_vm_readv": 270, "mlock": 228,
+        "io_uring_setup": 425, "mincore": 232, "mmap": 222, "openat": 56, "openat2": 437, "pread64": 67,
+        "preadv": 69, "preadv2": 286, "process_vm_readv": 270, "mlock": 228,
     },
 }  # fmt: skip
 # linux/audit.h
@@ -38,7 +38,7 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2
 
 @dataclass(frozen=True)
 class Test:
-    """A condition on the low 32 bits of one argument: a bit in common with ``value``, or (not) equal to it."""
+    """A condition on the low 32 bits of an argument: a bit in common with ``value``, or (not) equal to it."""
 
     argument: int
     kind: str  # "any bit", "equal", "not equal"
@@ -102,7 +102,9 @@ def _load_program(code: Sequence[tuple[int, int, int, int]]) -> None:
     raw = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in code))
     program = Program(len(code), ctypes.addressof(raw))
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(_PR_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0):
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
+        _PR_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0
+    ):
         raise OSError(ctypes.get_errno(), "the seccomp filter was not accepted")
 
 

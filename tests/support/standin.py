@@ -1,7 +1,8 @@
-"""A device for tests on a machine without one: the stand-in driver under the engine, and memory behind the loader.
+"""A device for tests where there is none: the stand-in driver under the engine, memory behind the loader.
 
-``StandInMemory`` keeps the contract of tensorlift.tensors.memory: blocks come from a free list of their stream, as with
-torch's allocator, and are poisoned in stream order when they are given back. Its tensors are CPU tensors.
+``StandInMemory`` keeps the contract of tensorlift.tensors.memory: blocks come from a free list of their
+stream, as with torch's allocator, and are poisoned in stream order when they are given back. Its tensors are
+CPU tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
+
 from support.native_build import standin_library
 from tensorlift.engine import abi
 from tensorlift.errors import OutOfMemoryError
@@ -24,22 +26,29 @@ from tensorlift.tensors.memory import Arena
 POISON = 0xDB
 LIBRARIES = {abi.DEVICE_CUDA: "libcuda.so.1", abi.DEVICE_HIP: "libamdhip64.so"}
 
-_u64, _i64, _i32, _text, _ptr = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_char_p, ctypes.c_void_p
+_u64, _i64, _i32, _text, _ptr = (
+    ctypes.c_uint64,
+    ctypes.c_int64,
+    ctypes.c_int32,
+    ctypes.c_char_p,
+    ctypes.c_void_p,
+)
 _CONTROLS = {
     "reset": (None, ()), "ready": (None, ()), "set_devices": (None, (_i32,)),
     "set_copy_delay_us": (None, (_u64,)), "set_copy_jitter_us": (None, (_u64, _u64)),
     "fail": (None, (_text, _i64, _i32)), "calls": (_u64, (_text,)), "entry": (_text, (ctypes.c_uint32,)),
     "registered_bytes": (_u64, ()), "registered_peak_bytes": (_u64, ()), "live_streams": (_u64, ()),
     "live_events": (_u64, ()), "retained_contexts": (_i64, ()), "unpinned_copies": (_u64, ()),
-    "lost_copies": (_u64, ()), "blocking_streams": (_u64, ()), "stream": (_u64, ()), "stream_free": (None, (_u64,)),
-    "stream_sync": (None, (_u64,)), "memset": (None, (_u64, _u64, _i32, _u64)),
+    "lost_copies": (_u64, ()), "blocking_streams": (_u64, ()), "stream": (_u64, ()),
+    "stream_free": (None, (_u64,)), "stream_sync": (None, (_u64,)),
+    "memset": (None, (_u64, _u64, _i32, _u64)),
     "copy": (None, (_u64, _u64, _u64, _u64)), "hold": (_u64, (_u64,)), "release": (None, (_u64,)),
     "settle": (None, ()), "drain": (None, ()),
 }  # fmt: skip
 
 
 class Driver:
-    """The controls of one stand-in library (native/tests/standin/standin.h), loaded so that the engine finds it."""
+    """The controls of one stand-in (native/tests/standin/standin.h), loaded so that the engine finds it."""
 
     def __init__(self, kind: int) -> None:
         self.kind = kind
@@ -166,7 +175,7 @@ class StandInMemory:
                 # Kept: what runs now is code that this object owns.
                 self._gone.append(self._managed.pop(pointer))
                 self.allocated -= block.nbytes
-                # In the order of the stream, as a framework's allocator: work queued there may still read the block.
+                # In stream order, as a framework's allocator: work queued there may still read the block.
                 self.driver.memset(stream, block.address, POISON, block.nbytes)
                 self._free[stream, block.nbytes].append(block)
 
@@ -195,7 +204,7 @@ class StandInMemory:
 
 @contextlib.contextmanager
 def device(kind: int = abi.DEVICE_CUDA, cpu_too: bool = False, **options: int) -> Iterator[StandInMemory]:
-    """Makes "cuda" devices of the loader come from the stand-in, on a fresh driver, which must be clean at the end.
+    """Makes "cuda" devices of the loader come from the stand-in, on a fresh driver, clean at the end.
 
     ``cpu_too``: CPU tensors count as the device's, so that load_into writes to them through it.
     """

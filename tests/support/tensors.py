@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+
 from support.checkpoints import Row
 from tensorlift.format.dtypes import BY_CODE
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tensorlift.errors import DeviceError
 from tensorlift.tensors.devices import check_kind, parse_device
 

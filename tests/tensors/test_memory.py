@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tensorlift.engine import abi
 from tensorlift.errors import OutOfMemoryError
 from tensorlift.tensors import memory

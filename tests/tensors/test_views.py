@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from support import leaks
 from support.checkpoints import TORCH_CODES, random_row, write_safetensors
 from support.tensors import assert_state, assert_tensor

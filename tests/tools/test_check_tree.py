@@ -110,7 +110,8 @@ def test_module_named_like_a_public_function_is_found(tree: Path) -> None:
 
 def test_structure_is_compared_both_ways(tree: Path) -> None:
     put(tree, "docs/structure.md", "## `src/tensorlift/`\n\n- `there.py`, `too.py`: one\n- `gone.py`: two\n")
-    files = [put(tree, f"src/tensorlift/{name}", "") for name in ("there.py", "too.py", "new.py", "cli/__init__.py")]
+    names = ("there.py", "too.py", "new.py", "cli/__init__.py")
+    files = [put(tree, f"src/tensorlift/{name}", "") for name in names]
     assert check_tree.check_structure(tree, files) == [
         "docs/structure.md: no line for src/tensorlift/new.py",
         "docs/structure.md: src/tensorlift/gone.py is not there",

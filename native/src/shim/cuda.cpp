@@ -154,11 +154,7 @@ private:
 }  // namespace
 
 Driver *cuda_driver(Failure *why) {
-    // Never destroyed: threads of an engine may outlive static destructors when the process exits.
-    static Cuda *cuda = new Cuda;
-    if (cuda->why().empty()) return cuda;
-    *why = failure(TL_ERR_DRIVER, "CUDA's driver cannot be used: " + cuda->why());
-    return nullptr;
+    return opened_once<Cuda>("CUDA", why);
 }
 
 }  // namespace tl

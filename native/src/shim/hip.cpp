@@ -123,11 +123,7 @@ private:
 }  // namespace
 
 Driver *hip_driver(Failure *why) {
-    // Never destroyed: threads of an engine may outlive static destructors when the process exits.
-    static Hip *hip = new Hip;
-    if (hip->why().empty()) return hip;
-    *why = failure(TL_ERR_DRIVER, "ROCm's driver cannot be used: " + hip->why());
-    return nullptr;
+    return opened_once<Hip>("ROCm", why);
 }
 
 }  // namespace tl

@@ -4,6 +4,8 @@
 #include <dlfcn.h>
 
 #include <initializer_list>
+#include <memory>
+#include <mutex>
 #include <string>
 
 #include "common.hpp"
@@ -40,5 +42,19 @@ private:
     void *handle_ = nullptr;
     std::string why_;
 };
+
+// The one object for a driver's library, made at the first call that finds it: one that is missing now may be there later.
+// Never destroyed: threads of an engine may outlive static destructors when the process exits.
+template <class Implementation>
+Implementation *opened_once(const char *name, Failure *why) {
+    static std::mutex mutex;
+    static Implementation *opened = nullptr;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (opened) return opened;
+    auto fresh = std::make_unique<Implementation>();
+    if (fresh->why().empty()) return opened = fresh.release();
+    *why = failure(TL_ERR_DRIVER, std::string(name) + "'s driver cannot be used: " + fresh->why());
+    return nullptr;
+}
 
 }  // namespace tl

@@ -44,7 +44,9 @@ public:
     Stream(const Stream &) = delete;
     Stream &operator=(const Stream &) = delete;
 
-    void push(std::function<void()> operation) { push({std::move(operation), nullptr}); }
+    void push(std::function<void()> operation) {
+        push({std::move(operation), nullptr});
+    }
 
     // The stream stops there until the latch opens.
     void push_wait(std::shared_ptr<Latch> latch) {
@@ -75,7 +77,9 @@ public:
         changed_.notify_one();
     }
 
-    bool counted() const { return counted_; }
+    bool counted() const {
+        return counted_;
+    }
 
 private:
     struct Operation {

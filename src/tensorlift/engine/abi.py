@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tensorlift.engine.library import find_library
+from tensorlift.engine.library import VARIABLE, find_library
 from tensorlift.errors import LibraryError, MachineError, OutOfMemoryError
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Error",
     "FileInfo",
     "Options",
+    "RefusedError",
     "Stats",
     "Status",
     "library",
@@ -130,6 +131,14 @@ class FileInfo(_Structure):
     ]
 
 
+class RefusedError(Exception):
+    """A function of an engine answered with an error; not for users, engine.py makes theirs of it."""
+
+    def __init__(self, status: int, error: Error) -> None:
+        super().__init__(status, error.text)
+        self.status, self.error = status, error
+
+
 class CapsuleSpec(NamedTuple):
     """What tl_arena_capsules wants for n tensors: arrays of n, and all dimensions one after another."""
 
@@ -224,6 +233,66 @@ class Abi:
         status = self.call["tl_driver_probe"](device_kind, ctypes.byref(count), ctypes.byref(error))
         return (count.value, None) if status == Status.OK else (0, error.text or f"status {status}")
 
+    def _ask(self, name: str, *arguments: Any) -> int:
+        """Calls a function whose last argument is a tl_error; OK or PENDING, else RefusedError."""
+        error = Error()
+        status = int(self.call[name](*arguments, ctypes.byref(error)))
+        if status not in (Status.OK, Status.PENDING):
+            raise RefusedError(status, error)
+        return status
+
+    def engine_create(self, options: Options) -> int:
+        """A handle for the functions below. Blocks."""
+        handle = _ptr()
+        self._ask("tl_engine_create", ctypes.byref(options), ctypes.byref(handle))
+        assert handle.value is not None
+        return handle.value
+
+    def engine_add_file(self, engine: int, path: bytes, device: int, inode: int, nbytes: int) -> int:
+        """Index of the file for pieces."""
+        index = _i32(-1)
+        self._ask("tl_engine_add_file", engine, path, device, inode, nbytes, ctypes.byref(index))
+        return index.value
+
+    def engine_submit(self, engine: int, pieces: int, count: int, stream: int) -> int:
+        """Ticket of all pieces so far; ``pieces`` is the address of an array of them."""
+        ticket = _u64()
+        self._ask("tl_engine_submit", engine, pieces, count, stream, ctypes.byref(ticket))
+        return ticket.value
+
+    def engine_landed(self, engine: int) -> Sequence[int]:
+        """Memory that always holds the number of landed pieces, at index 0; valid as long as the engine."""
+        landed: Sequence[int] = self.call["tl_engine_landed"](engine)
+        return landed
+
+    def engine_wait(self, engine: int, ticket: int, milliseconds: int) -> bool:
+        """Whether the ticket landed within the time. Blocks."""
+        return self._ask("tl_engine_wait", engine, ticket, milliseconds) == Status.OK
+
+    def engine_stream_wait(self, engine: int, stream: int) -> None:
+        """Makes a stream wait for all copies issued."""
+        self._ask("tl_engine_stream_wait", engine, stream)
+
+    def engine_stats(self, engine: int) -> Stats:
+        """Counters."""
+        stats = Stats()
+        self._ask("tl_engine_stats", engine, ctypes.byref(stats))
+        return stats
+
+    def engine_file_info(self, engine: int, file: int) -> FileInfo:
+        """What was decided for a file."""
+        info = FileInfo()
+        self._ask("tl_engine_file_info", engine, file, ctypes.byref(info))
+        return info
+
+    def engine_cancel(self, engine: int) -> None:
+        """Starts no further read; that it may be forked or cancelled already is no matter."""
+        self.call["tl_engine_cancel"](engine, ctypes.byref(Error()))
+
+    def engine_destroy(self, engine: int) -> None:
+        """Frees the engine, whatever its state. Blocks."""
+        self.call["tl_engine_destroy"](engine, ctypes.byref(Error()))
+
     def arena_host(self, nbytes: int) -> tuple[int, int]:
         """(arena, address) of fresh host memory, zero filled, at a multiple of 64; of 4096 from 64 KiB on."""
         arena, address, error = _ptr(), _u64(), Error()
@@ -284,13 +353,17 @@ def pread(descriptor: int, address: int, nbytes: int, offset: int) -> int:
 
 
 _lock = threading.Lock()
-_loaded: list[Abi] = []
+# By what the environment chose, so that asking again costs no look at the disk.
+_loaded: dict[str | None, Abi] = {}
 
 
 def library() -> Abi:
     """The native library, loaded at the first call; LibraryError where it is missing or does not fit."""
-    if not _loaded:
+    chosen = os.environ.get(VARIABLE)
+    found = _loaded.get(chosen)
+    if found is None:
         with _lock:
-            if not _loaded:
-                _loaded.append(Abi(find_library()))
-    return _loaded[0]
+            found = _loaded.get(chosen)
+            if found is None:
+                found = _loaded[chosen] = Abi(find_library())
+    return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import threading
 import weakref
@@ -22,7 +21,7 @@ from tensorlift.engine import abi
 from tensorlift.engine.abi import Status
 from tensorlift.engine.failures import Failure, exception_of
 from tensorlift.engine.sizing import EngineSize
-from tensorlift.errors import MachineError, RequestError
+from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Shard
 from tensorlift.plan.pieces import PIECE
 
@@ -56,20 +55,14 @@ class Engine:
         )
         for at, name in enumerate(size.backends):
             options.backends[at] = abi.BACKEND_CODES[name]
-        handle, error = ctypes.c_void_p(), abi.Error()
-        status = self._abi.call["tl_engine_create"](
-            ctypes.byref(options), ctypes.byref(handle), ctypes.byref(error)
-        )
-        self._check(status, error)
-        if handle.value is None:
-            raise MachineError("the library made no engine and gave no reason")
-        self._handle: int | None = handle.value
-        self._landed = self._abi.call["tl_engine_landed"](self._handle)
+        with self._explained():
+            self._handle: int | None = self._abi.engine_create(options)
+        self._landed = self._abi.engine_landed(self._handle)
         self._users, self._idle, self._gone = 0, threading.Condition(), threading.Event()
         _alive.add(self)
 
     def __del__(self) -> None:
-        """Closes. Not a weakref's callback: in a cycle that would come before those who still use the engine."""
+        """Closes. Not a weakref's callback: in a cycle that comes before those who still use the engine."""
         if getattr(self, "_handle", None) is not None:
             self.close()
 
@@ -91,11 +84,10 @@ class Engine:
 
     def add_file(self, shard: Shard) -> int:
         """Names a file for pieces; returns its index. It must still be the file whose header was read."""
-        index = ctypes.c_int32(-1)
-        identity = (shard.absolute, shard.device, shard.inode, shard.nbytes)
-        self._call("tl_engine_add_file", *identity, ctypes.byref(index))
+        with self._using() as handle:
+            index = self._abi.engine_add_file(handle, shard.absolute, shard.device, shard.inode, shard.nbytes)
         self._shards.append(shard)
-        return index.value
+        return index
 
     def submit(self, pieces: npt.NDArray[Any], stream: int = 0) -> int:
         """Appends pieces (an array of plan.pieces.PIECE); returns the ticket of all that were submitted so
@@ -104,9 +96,8 @@ class Engine:
         With a device, the copies wait for the work that ``stream`` (a handle of the driver) holds now.
         """
         pieces = np.ascontiguousarray(pieces, PIECE)
-        ticket = ctypes.c_uint64()
-        self._call("tl_engine_submit", pieces.ctypes.data, len(pieces), stream, ctypes.byref(ticket))
-        return ticket.value
+        with self._using() as handle:
+            return self._abi.engine_submit(handle, pieces.ctypes.data, len(pieces), stream)
 
     @property
     def landed(self) -> int:
@@ -121,19 +112,22 @@ class Engine:
         """
         if self.landed >= ticket:
             return
-        while self._call("tl_engine_wait", ticket, _SLICE_MILLISECONDS) == Status.PENDING:
+        while True:
+            with self._using() as handle:
+                if self._abi.engine_wait(handle, ticket, _SLICE_MILLISECONDS):
+                    return
             if tick is not None:
                 tick()
 
     def stream_wait(self, stream: int) -> None:
         """Makes a stream of the device wait for all copies issued so far, without waiting on the host."""
-        self._call("tl_engine_stream_wait", stream)
+        with self._using() as handle:
+            self._abi.engine_stream_wait(handle, stream)
 
     def stats(self) -> abi.Stats:
         """The engine's counters now."""
-        stats = abi.Stats()
-        self._call("tl_engine_stats", ctypes.byref(stats))
-        return stats
+        with self._using() as handle:
+            return self._abi.engine_stats(handle)
 
     def bytes_done(self) -> int:
         """Bytes delivered so far, by all paths."""
@@ -141,15 +135,13 @@ class Engine:
 
     def file_info(self, file: int) -> abi.FileInfo:
         """What was decided for a file of add_file."""
-        info = abi.FileInfo()
-        self._call("tl_engine_file_info", file, ctypes.byref(info))
-        return info
+        with self._using() as handle:
+            return self._abi.engine_file_info(handle, file)
 
     def cancel(self) -> None:
         """Starts no further read; waits raise from now on. Nothing after close()."""
-        if not self.closed:
-            with contextlib.suppress(RequestError):
-                self._call("tl_engine_cancel")
+        with contextlib.suppress(RequestError), self._using() as handle:
+            self._abi.engine_cancel(handle)
 
     def close(self) -> None:
         """Cancels, waits for reads and copies under way, frees all. After it no byte is written anywhere.
@@ -160,12 +152,12 @@ class Engine:
             # Locks may be held for ever by threads that this process does not have; the library only forgets.
             first, self._handle = self._handle, None
             if first is not None:
-                self._abi.call["tl_engine_destroy"](first, ctypes.byref(abi.Error()))
+                self._abi.engine_destroy(first)
             return
         with self._idle:
             first, self._handle = self._handle, None
             if first is not None:
-                self._abi.call["tl_engine_cancel"](first, ctypes.byref(abi.Error()))
+                self._abi.engine_cancel(first)
                 try:
                     # A call of another thread must not find its engine freed under it.
                     self._idle.wait_for(lambda: self._users == 0)
@@ -176,13 +168,13 @@ class Engine:
             self._gone.wait()
             return
         try:
-            self._abi.call["tl_engine_destroy"](first, ctypes.byref(abi.Error()))
+            self._abi.engine_destroy(first)
         finally:
             self._gone.set()
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[int]:
-        """The handle, kept alive inside."""
+        """The handle, kept alive inside; what the library refuses comes out as an error of the tree."""
         if os.getpid() != self._pid:
             raise exception_of(Failure(Status.FORKED, ""), None)
         with self._idle:
@@ -191,27 +183,22 @@ class Engine:
             handle = self._handle
             self._users += 1
         try:
-            yield handle
+            with self._explained():
+                yield handle
         finally:
             with self._idle:
                 self._users -= 1
                 self._idle.notify_all()
 
-    def _call(self, name: str, *arguments: object) -> int:
-        """Calls a function that takes the engine first and an error last."""
-        error = abi.Error()
-        with self._using() as handle:
-            status = int(self._abi.call[name](handle, *arguments, ctypes.byref(error)))
-        if status != Status.PENDING:
-            self._check(status, error)
-        return status
-
-    def _check(self, status: int, error: abi.Error) -> None:
-        if status == Status.OK:
-            return
-        numbers = (error.os_errno, error.driver_code, error.offset, error.wanted, error.got)
-        shard = self._shards[error.file] if 0 <= error.file < len(self._shards) else None
-        raise exception_of(Failure(status, error.text, *numbers), shard)
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except abi.RefusedError as refused:
+            error = refused.error
+            numbers = (error.os_errno, error.driver_code, error.offset, error.wanted, error.got)
+            shard = self._shards[error.file] if 0 <= error.file < len(self._shards) else None
+            raise exception_of(Failure(refused.status, error.text, *numbers), shard) from None
 
 
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()

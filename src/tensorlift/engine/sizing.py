@@ -24,8 +24,8 @@ LEAST_SLOTS = 3
 MOST_THREADS = 16
 IO_DEPTH = 32
 PAGE = 4096
-# A huge page more than a power of two: sizes of weights often are powers of two, and the first tensor of an arena
-# starts up to a page behind its begin.
+# A huge page more than a power of two: sizes of weights often are powers of two, and the first tensor of an
+# arena starts up to a page behind its begin.
 SPARE = 2 * MIB
 
 

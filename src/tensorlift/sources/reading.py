@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections import deque
@@ -71,6 +72,9 @@ def _read(source: Source) -> tuple[Source, os.stat_result, bytes]:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise not_a_file(source.path, info.st_mode)
+        # No readahead: what it brings of a cold file the engine would read again, directly.
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         # Plain read() on purpose: it works where a sandbox forbids the calls that take an offset.
         head = os.read(fd, _FIRST_READ)
         length = header_length(head[:PREFIX_BYTES], info.st_size, source.path)

@@ -81,7 +81,7 @@ def tensors_of(model: object) -> dict[str, torch.Tensor]:
     for name, value in model.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise RequestError(
-                f"load_into fills a dict of names and tensors; there is a {type(value).__name__} under {name!r}"
+                f"load_into fills a dict of names and tensors; under {name!r} is a {type(value).__name__}"
             )
     return dict(model)
 
@@ -207,7 +207,7 @@ def _check_usable(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise RequestError(
             f"{name!r} is on the meta device and has no memory to load into; make it real first with "
-            "model.to_empty(device=...), or take tensorlift.load() and model.load_state_dict(state, assign=True)"
+            "model.to_empty(device=...), or give what load() returns to model.load_state_dict(assign=True)"
         )
     try:
         check_kind(tensor.device)

@@ -176,9 +176,9 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 def _bump_versions(targets: list[Target]) -> None:
     """Autograd has to see that the engine changed these in place; inference tensors keep no version."""
-    for target in targets:
-        if not target.tensor.is_inference():
-            torch.autograd.graph.increment_version(target.tensor)
+    changed = [target.tensor for target in targets if not target.tensor.is_inference()]
+    if changed:
+        torch.autograd.graph.increment_version(changed)
 
 
 class _Progress:

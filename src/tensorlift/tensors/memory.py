@@ -59,7 +59,7 @@ class Memory(Protocol):
     """(DLDeviceType, index) of the tensors handed out."""
 
     def allocate(self, sizes: Sequence[int]) -> list[Arena]:
-        """Arenas of the given bytes, at addresses divisible by 64 (host; 4096 from 64 KiB on) or 256 (device).
+        """Arenas of the given bytes, at addresses divisible by 64 (host: 4096 from 64 KiB on) or by 256.
 
         All or none: OutOfMemoryError leaves nothing behind. A block may have been in use by work on stream();
         what is written into it must come after that in stream order.
