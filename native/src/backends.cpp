@@ -5,11 +5,11 @@
 namespace tl {
 namespace {
 
-constexpr const char *kBackendNames[TL_BACKEND_COUNT] = {"AUTO",           "PREAD", "URING",        "MMAP",
-                                                         "URING_BUFFERED", "AIO",   "AIO_BUFFERED", "BUFFERED"};
-constexpr const char *kPathNames[TL_PATH_COUNT] = {
-    "buffered pread",    "direct pread", "direct io_uring", "mmap",
-    "buffered io_uring", "direct AIO",   "buffered AIO"};
+constexpr const char *kBackendNames[TL_BACKEND_COUNT] = {
+    "AUTO", "PREAD", "URING", "MMAP", "URING_BUFFERED", "AIO", "AIO_BUFFERED", "BUFFERED"};
+constexpr const char *kPathNames[TL_PATH_COUNT] = {"buffered pread", "direct pread",      "direct io_uring",
+                                                   "mmap",           "buffered io_uring", "direct AIO",
+                                                   "buffered AIO"};
 
 // The one deep path of a back end that reads everything by it; -1 for the others.
 int only_path(uint32_t backend) {

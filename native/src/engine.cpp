@@ -61,7 +61,10 @@ Failure check_piece(const tl_piece *pieces, uint64_t i, size_t file_count, uint6
 }  // namespace
 
 Engine::Engine(const tl_options &options)
-    : options_(options), device_(options.device_kind != TL_DEVICE_CPU), pid_(getpid()), trace_(options.flags & TL_OPTION_TRACE) {}
+    : options_(options),
+      device_(options.device_kind != TL_DEVICE_CPU),
+      pid_(getpid()),
+      trace_(options.flags & TL_OPTION_TRACE) {}
 
 Engine::~Engine() {
     close();
@@ -95,7 +98,8 @@ Failure Engine::start() {
     ring_ = std::make_unique<Ring>(driver_, o.slot_bytes, o.pinned_bytes);
     copier_ = std::make_unique<Copier>(
         driver_, ring_->count(),
-        Copier::Callbacks{[this] { enter_thread(); }, [this](uint64_t index, uint64_t begin) { slot_copied(index, begin); },
+        Copier::Callbacks{[this] { enter_thread(); },
+                          [this](uint64_t index, uint64_t begin) { slot_copied(index, begin); },
                           [this](const Failure &f) { failed(f); }});
     return {};
 }
@@ -277,8 +281,7 @@ void Engine::digest_slot(const Slot &slot) {
     trace_.end(begin, TL_STAGE_DIGEST, -1, 0, nbytes);
     std::lock_guard<std::mutex> lock(mutex_);
     if (digests_.size() < pieces_submitted_) digests_.resize(pieces_submitted_);
-    for (size_t i = 0; i < made.size(); i++)
-        digests_[slot.digests[i].piece] = made[i];
+    for (size_t i = 0; i < made.size(); i++) digests_[slot.digests[i].piece] = made[i];
 }
 
 Failure Engine::digests(uint64_t first, uint64_t count, uint8_t *digests) {

@@ -19,10 +19,10 @@
 
 #include "backends.hpp"
 #include "copier.hpp"
+#include "digest.hpp"
 #include "file.hpp"
 #include "plan.hpp"
 #include "readers/reader.hpp"
-#include "digest.hpp"
 #include "ring.hpp"
 #include "trace.hpp"
 
@@ -39,7 +39,9 @@ public:
     Failure wait(uint64_t ticket, uint32_t timeout_ms);
     Failure stream_wait(Stream consumer);
     Failure digests(uint64_t first, uint64_t count, uint8_t *digests);
-    const Trace &trace() const { return trace_; }
+    const Trace &trace() const {
+        return trace_;
+    }
     Failure file_info(int32_t index, tl_file_info *info);
     void stats(tl_stats *stats);
     void cancel();
@@ -73,7 +75,8 @@ private:
     void push(DeepReader *reader, const Request &request);
     char *slot_base(const Slot &slot) const;
     DeepReader *deep_reader(int path, Failure *why);
-    bool path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin, uint64_t end);
+    bool path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin,
+                      uint64_t end);
 
     // engine.cpp: who waits for whom
     void start_threads(size_t chunks);
@@ -101,8 +104,8 @@ private:
     std::atomic<bool> copier_runs_{false};
 
     mutable std::mutex mutex_;
-    std::condition_variable work_cv_;  // a chunk or a slot to fill
-    std::condition_variable done_cv_;  // landed_ moved, or the engine ended
+    std::condition_variable work_cv_;          // a chunk or a slot to fill
+    std::condition_variable done_cv_;          // landed_ moved, or the engine ended
     std::deque<std::unique_ptr<Slot>> slots_;  // in order, from the oldest that is not retired
     uint64_t first_slot_ = 0;                  // index of slots_.front()
     uint64_t next_slot_ = 0;                   // where take_chunk goes on

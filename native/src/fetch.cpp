@@ -23,7 +23,8 @@ void each_fill(const Chunk &chunk, uint64_t begin, uint64_t end, Use use) {
 
 char *address(char *base, const Fill &fill, uint64_t file_offset) {
     // base is null for a CPU, where fills hold addresses
-    return reinterpret_cast<char *>(reinterpret_cast<uintptr_t>(base) + fill.where + (file_offset - fill.file_offset));
+    return reinterpret_cast<char *>(reinterpret_cast<uintptr_t>(base) + fill.where +
+                                    (file_offset - fill.file_offset));
 }
 
 // Drops what has arrived from the front of the buffers.
@@ -168,7 +169,8 @@ bool Engine::fetch_deep(Chunk *chunk, File *file, int path, uint64_t begin, uint
     const uint64_t head = round_up(begin, block);
     const uint64_t tail = round_down(end, block);
     char *place = address(slot_base(*chunk->slot), fill, head);
-    const bool fits = chunk->fill_count == 1 && head < tail && reinterpret_cast<uintptr_t>(place) % block == 0;
+    const bool fits =
+        chunk->fill_count == 1 && head < tail && reinterpret_cast<uintptr_t>(place) % block == 0;
     if (!fits) {
         push(reader, {chunk, file, begin, end, nullptr});
         return true;
@@ -191,27 +193,31 @@ void Engine::complete(const Request &request, int path, const char *bounced) {
     uint64_t delivered = 0;
     if (bounced) {
         char *base = slot_base(*request.chunk->slot);
-        each_fill(*request.chunk, request.begin, request.end, [&](const Fill &fill, uint64_t from, uint64_t to) {
-            std::memcpy(address(base, fill, from), bounced + (from - request.begin), to - from);
-            delivered += to - from;
-        });
+        each_fill(*request.chunk, request.begin, request.end,
+                  [&](const Fill &fill, uint64_t from, uint64_t to) {
+                      std::memcpy(address(base, fill, from), bounced + (from - request.begin), to - from);
+                      delivered += to - from;
+                  });
         bounced_bytes_ += delivered;
     } else {
         delivered = request.end - request.begin;
     }
     bytes_[path] += delivered;
-    trace_.end(request.begin_ns, TL_STAGE_READ, request.file->index, request.begin, request.end - request.begin, path);
+    trace_.end(request.begin_ns, TL_STAGE_READ, request.file->index, request.begin,
+               request.end - request.begin, path);
     part_done(request.chunk);
 }
 
 void Engine::refused(const Request &request, int path, int os_errno) {
-    if (path_refused(request.chunk, request.file, path, std::strerror(os_errno), request.begin, request.end)) {
+    if (path_refused(request.chunk, request.file, path, std::strerror(os_errno), request.begin,
+                     request.end)) {
         part_done(request.chunk);
     }
 }
 
 // Reads the range again by what is left of the file's route.
-bool Engine::path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin, uint64_t end) {
+bool Engine::path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin,
+                          uint64_t end) {
     if (stopping()) return false;
     Route route;
     {

@@ -15,7 +15,8 @@ constexpr size_t kMostEvents = 1 << 20;
 void Trace::end(uint64_t begin_ns, tl_stage stage, int file, uint64_t offset, uint64_t nbytes, int path) {
     if (!on_) return;
     static thread_local const auto thread = static_cast<uint32_t>(syscall(SYS_gettid));
-    const tl_trace_event event{begin_ns, now_ns(), offset, nbytes, file, thread, stage, static_cast<uint32_t>(path)};
+    const tl_trace_event event{begin_ns, now_ns(), offset, nbytes,
+                               file,     thread,   stage,  static_cast<uint32_t>(path)};
     std::lock_guard<std::mutex> lock(mutex_);
     if (events_.size() < kMostEvents) events_.push_back(event);
 }

@@ -12,9 +12,13 @@ class Trace {
 public:
     explicit Trace(bool on) : on_(on) {}
 
-    bool on() const { return on_; }
+    bool on() const {
+        return on_;
+    }
     // The time now where the trace is on, else 0.
-    uint64_t begin() const { return on_ ? now_ns() : 0; }
+    uint64_t begin() const {
+        return on_ ? now_ns() : 0;
+    }
     // Keeps what began at begin_ns and ends now, on this thread.
     void end(uint64_t begin_ns, tl_stage stage, int file, uint64_t offset, uint64_t nbytes, int path = 0);
 

@@ -57,8 +57,7 @@ public:
                 done(reinterpret_cast<AsyncEntry *>(event.data), event.res);
             }
         }
-        for (const auto &[entry, code] : refused)
-            done(entry, code);
+        for (const auto &[entry, code] : refused) done(entry, code);
         return 0;
     }
 
@@ -70,8 +69,8 @@ public:
 private:
     // Waits for one result at least; how many lie in events_, or the negative errno.
     int get_events() {
-        const auto count = static_cast<int>(
-            syscall(SYS_io_getevents, context_, 1L, static_cast<long>(events_.size()), events_.data(), nullptr));
+        const auto count = static_cast<int>(syscall(
+            SYS_io_getevents, context_, 1L, static_cast<long>(events_.size()), events_.data(), nullptr));
         if (count < 0) return errno == EINTR ? 0 : -errno;
         in_kernel_ -= static_cast<size_t>(count);
         return count;

@@ -12,22 +12,24 @@ namespace {
 // One thread and its ring. The queue is shared by all of a reader.
 class AsyncThread {
 public:
-    AsyncThread(RequestSink *sink, int path, uint32_t depth, RequestQueue *queue, std::unique_ptr<AsyncRing> ring)
+    AsyncThread(RequestSink *sink, int path, uint32_t depth, RequestQueue *queue,
+                std::unique_ptr<AsyncRing> ring)
         : sink_(sink), path_(path), queue_(queue), ring_(std::move(ring)), entries_(depth) {
-        for (AsyncEntry &entry : entries_)
-            free_.push_back(&entry);
+        for (AsyncEntry &entry : entries_) free_.push_back(&entry);
     }
 
-    int open() { return ring_->open(static_cast<uint32_t>(entries_.size())); }
+    int open() {
+        return ring_->open(static_cast<uint32_t>(entries_.size()));
+    }
 
     void run() {
         sink_->enter_thread();
         for (;;) {
             Request request;
-            while (!free_.empty() && queue_->pop(&request, in_flight() == 0))
-                begin(request);
+            while (!free_.empty() && queue_->pop(&request, in_flight() == 0)) begin(request);
             if (in_flight() == 0) return;  // only when the engine stops
-            const int code = ring_->turn([this](AsyncEntry *entry, int64_t result) { finish(entry, result); });
+            const int code =
+                ring_->turn([this](AsyncEntry *entry, int64_t result) { finish(entry, result); });
             if (code < 0) {
                 sink_->failed(os_failure(TL_ERR_READ, -code, "the kernel's ring for reads failed"));
                 ring_->drain();
@@ -37,7 +39,9 @@ public:
     }
 
 private:
-    size_t in_flight() const { return entries_.size() - free_.size(); }
+    size_t in_flight() const {
+        return entries_.size() - free_.size();
+    }
 
     void begin(const Request &request) {
         AsyncEntry *entry = free_.back();
@@ -84,8 +88,8 @@ public:
     Failure start() override {
         const uint32_t count = is_direct(path_) ? 1 : std::min(limits_.threads, limits_.depth);
         for (uint32_t i = 0; i < count; i++) {
-            auto worker =
-                std::make_unique<AsyncThread>(sink_, path_, std::max(1u, limits_.depth / count), &queue_, make_());
+            auto worker = std::make_unique<AsyncThread>(sink_, path_, std::max(1u, limits_.depth / count),
+                                                        &queue_, make_());
             const int code = worker->open();
             // The first has to work; fewer than wanted only make it slower.
             if (code < 0 && i == 0) return os_failure(TL_ERR_BACKEND, -code, setup_call_);
@@ -93,8 +97,7 @@ public:
             workers_.push_back(std::move(worker));
         }
         try {
-            for (auto &worker : workers_)
-                threads_.emplace_back([&worker] { worker->run(); });
+            for (auto &worker : workers_) threads_.emplace_back([&worker] { worker->run(); });
         } catch (const std::system_error &error) {
             if (threads_.empty()) {
                 return os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread");
@@ -103,18 +106,23 @@ public:
         return {};
     }
 
-    void push(const Request &request) override { queue_.push(request); }
+    void push(const Request &request) override {
+        queue_.push(request);
+    }
 
-    void wake() override { queue_.wake(); }
+    void wake() override {
+        queue_.wake();
+    }
 
     void join() override {
         queue_.wake();
-        for (std::thread &thread : threads_)
-            thread.join();
+        for (std::thread &thread : threads_) thread.join();
         threads_.clear();
     }
 
-    uint32_t threads() const override { return static_cast<uint32_t>(workers_.size()); }
+    uint32_t threads() const override {
+        return static_cast<uint32_t>(workers_.size());
+    }
 
 private:
     RequestSink *sink_;

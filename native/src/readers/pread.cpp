@@ -37,20 +37,23 @@ public:
     PreadThreads(RequestSink *sink, int path, const DeepLimits &limits)
         : sink_(sink), path_(path), limits_(limits), queue_(sink, 2 * static_cast<size_t>(limits.depth)) {}
 
-    Failure start() override { return {}; }
+    Failure start() override {
+        return {};
+    }
 
     void push(const Request &request) override {
         start_another();
         queue_.push(request);
     }
 
-    void wake() override { queue_.wake(); }
+    void wake() override {
+        queue_.wake();
+    }
 
     void join() override {
         queue_.wake();
         std::lock_guard<std::mutex> lock(mutex_);
-        for (std::thread &thread : threads_)
-            thread.join();
+        for (std::thread &thread : threads_) thread.join();
         threads_.clear();
     }
 

@@ -28,7 +28,8 @@ public:
         // There is room: no more entries than the ring has, each in it once.
         io_uring_sqe *sqe = io_uring_get_sqe(&ring_);
         const DeepRead &read = entry->read;
-        io_uring_prep_read(sqe, read.fd(), read.buffer(), static_cast<unsigned>(read.nbytes()), read.offset());
+        io_uring_prep_read(sqe, read.fd(), read.buffer(), static_cast<unsigned>(read.nbytes()),
+                           read.offset());
         io_uring_sqe_set_data(sqe, entry);
         in_flight_++;
     }
@@ -50,8 +51,7 @@ public:
     void drain() override {
         size_t taken = in_flight_ - io_uring_sq_ready(&ring_);
         io_uring_cqe *cqe = nullptr;
-        for (; taken > 0 && io_uring_wait_cqe(&ring_, &cqe) == 0; taken--)
-            io_uring_cqe_seen(&ring_, cqe);
+        for (; taken > 0 && io_uring_wait_cqe(&ring_, &cqe) == 0; taken--) io_uring_cqe_seen(&ring_, cqe);
     }
 
 private:
