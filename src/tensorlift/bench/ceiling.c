@@ -113,8 +113,7 @@ static int run_read(char **arguments, int count) {
     char *memory = NULL;
     if (prepared) {
         size_t total = open_all(j.sources, arguments + 4, j.count, flags, j.chunk);
-        for (int i = 0; i < j.count; i++)
-            close(j.sources[i].fd);
+        for (int i = 0; i < j.count; i++) close(j.sources[i].fd);
         memory = map(total);
         memset(memory, 1, total);
     }
@@ -124,13 +123,11 @@ static int run_read(char **arguments, int count) {
     pthread_t ids[MAX_THREADS];
     for (int i = 0; i < threads; i++)
         if (pthread_create(&ids[i], NULL, work, &j)) fail("pthread_create", "thread");
-    for (int i = 0; i < threads; i++)
-        pthread_join(ids[i], NULL);
+    for (int i = 0; i < threads; i++) pthread_join(ids[i], NULL);
     double seconds = now() - start;
 
     size_t bytes = 0;
-    for (int i = 0; i < j.count; i++)
-        bytes += j.sources[i].size;
+    for (int i = 0; i < j.count; i++) bytes += j.sources[i].size;
     printf("{\"seconds\": %.6f, \"bytes\": %zu}\n", seconds, bytes);
     return 0;
 }
