@@ -118,10 +118,10 @@ typedef struct tl_stats {
     uint32_t reserved;
     uint64_t bytes_by_path[TL_PATH_COUNT]; /* bytes delivered; block padding of direct reads is not counted */
     uint64_t reads_by_path[TL_PATH_COUNT]; /* system calls or ring entries */
-    uint64_t direct_bytes_read;            /* bytes asked of storage by direct reads, block padding included */
-    uint64_t bounced_bytes;                /* bytes of direct reads that were moved once more by a CPU */
-    uint64_t copies;                       /* copies issued to the device */
-    uint64_t pinned_bytes;                 /* pinned host memory held now */
+    uint64_t direct_bytes_read; /* bytes asked of storage by direct reads, block padding included */
+    uint64_t bounced_bytes;     /* bytes of direct reads that were moved once more by a CPU */
+    uint64_t copies;            /* copies issued to the device */
+    uint64_t pinned_bytes;      /* pinned host memory held now */
     uint64_t pinned_peak_bytes;
     uint64_t slot_wait_ns; /* summed over threads: time in which no slot was free (the device is the limit) */
     uint32_t threads;      /* threads started, all kinds */
@@ -132,11 +132,11 @@ typedef struct tl_stats {
 /* What was decided for a file; texts are empty where there is nothing to say. */
 typedef struct tl_file_info {
     uint32_t struct_size;
-    int32_t backend;       /* tl_backend in use, -1 before the first read */
-    int32_t cached_path;   /* tl_path for what is cached, -1: none */
-    int32_t direct_path;   /* tl_path for what is not, -1: none */
-    char residency[32];    /* "cachestat", "mincore", "memory" (tmpfs and such), "unknown" */
-    char fallback[512];    /* what was refused and why, one line each */
+    int32_t backend;     /* tl_backend in use, -1 before the first read */
+    int32_t cached_path; /* tl_path for what is cached, -1: none */
+    int32_t direct_path; /* tl_path for what is not, -1: none */
+    char residency[32];  /* "cachestat", "mincore", "memory" (tmpfs and such), "unknown" */
+    char fallback[512];  /* what was refused and why, one line each */
 } tl_file_info;
 
 typedef struct tl_engine tl_engine;
@@ -166,8 +166,8 @@ TL_API tl_status tl_engine_add_file(tl_engine *engine, const char *path, uint64_
  * it, or the engine is destroyed. On success *ticket is the number of pieces submitted so far: when tl_engine_wait
  * returns TL_OK for it, all of them have landed. With a device, copies wait for the work that consumer_stream holds
  * now. */
-TL_API tl_status tl_engine_submit(tl_engine *engine, const tl_piece *pieces, uint64_t count, uint64_t consumer_stream,
-                                  uint64_t *ticket, tl_error *error);
+TL_API tl_status tl_engine_submit(tl_engine *engine, const tl_piece *pieces, uint64_t count,
+                                  uint64_t consumer_stream, uint64_t *ticket, tl_error *error);
 
 /* Address of the number of leading pieces that have landed (CPU: the bytes are there; device: their copies are in the
  * copy stream). Valid until the engine is destroyed; read it without a call. */
@@ -200,7 +200,8 @@ TL_API tl_status tl_arena_host(uint64_t nbytes, tl_arena **arena, uint64_t *addr
 
 /* Takes over a DLManagedTensor (the pointer in an unversioned DLPack capsule): its deleter is called when the last
  * reference is gone. One reference. */
-TL_API tl_status tl_arena_adopt(void *dl_managed_tensor, tl_arena **arena, uint64_t *address, tl_error *error);
+TL_API tl_status tl_arena_adopt(void *dl_managed_tensor, tl_arena **arena, uint64_t *address,
+                                tl_error *error);
 
 /* Drops the reference that tl_arena_host or tl_arena_adopt gave. */
 TL_API void tl_arena_release(tl_arena *arena);
@@ -214,8 +215,9 @@ TL_API uint64_t tl_arena_live(void);
  * (codes[i], bits[i], lanes[i]). Needs the GIL (call it through PyDLL). Returns a new reference, or NULL with a Python
  * error set. */
 TL_API void *tl_arena_capsules(tl_arena *arena, uint64_t address, uint64_t count, const uint64_t *offsets,
-                               const uint8_t *codes, const uint8_t *bits, const uint16_t *lanes, const int32_t *ndims,
-                               const int64_t *shapes, int32_t dl_device_type, int32_t dl_device_id);
+                               const uint8_t *codes, const uint8_t *bits, const uint16_t *lanes,
+                               const int32_t *ndims, const int64_t *shapes, int32_t dl_device_type,
+                               int32_t dl_device_id);
 
 #ifdef __cplusplus
 }

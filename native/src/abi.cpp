@@ -47,7 +47,8 @@ template <class Function>
 tl_status on_engine(tl_engine *engine, tl_error *error, Function function) {
     return guarded(error, [&]() -> Failure {
         if (!engine) return failure(TL_ERR_ARGUMENT, "no engine");
-        if (engine->engine.forked()) return failure(TL_ERR_FORKED, "the engine belongs to the parent process");
+        if (engine->engine.forked())
+            return failure(TL_ERR_FORKED, "the engine belongs to the parent process");
         return function(engine->engine);
     });
 }
@@ -99,7 +100,8 @@ tl_status tl_engine_create(const tl_options *options, tl_engine **engine, tl_err
         if (options->struct_size != sizeof(tl_options)) return wrong_size("tl_options");
         if (options->abi_version != TL_ABI_VERSION) {
             return failure(TL_ERR_ABI, "the caller speaks version " + std::to_string(options->abi_version) +
-                                           " of the interface, the library " + std::to_string(TL_ABI_VERSION));
+                                           " of the interface, the library " +
+                                           std::to_string(TL_ABI_VERSION));
         }
         auto made = std::make_unique<tl_engine>(*options);
         if (Failure f = made->engine.start()) return f;
@@ -108,18 +110,19 @@ tl_status tl_engine_create(const tl_options *options, tl_engine **engine, tl_err
     });
 }
 
-tl_status tl_engine_add_file(tl_engine *engine, const char *path, uint64_t device, uint64_t inode, uint64_t nbytes,
-                             int32_t *file, tl_error *error) {
+tl_status tl_engine_add_file(tl_engine *engine, const char *path, uint64_t device, uint64_t inode,
+                             uint64_t nbytes, int32_t *file, tl_error *error) {
     return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
         if (!path || !file) return failure(TL_ERR_ARGUMENT, "no path or no place for the index");
         return e.add_file(path, device, inode, nbytes, file);
     });
 }
 
-tl_status tl_engine_submit(tl_engine *engine, const tl_piece *pieces, uint64_t count, uint64_t consumer_stream,
-                           uint64_t *ticket, tl_error *error) {
+tl_status tl_engine_submit(tl_engine *engine, const tl_piece *pieces, uint64_t count,
+                           uint64_t consumer_stream, uint64_t *ticket, tl_error *error) {
     return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
-        if ((!pieces && count > 0) || !ticket) return failure(TL_ERR_ARGUMENT, "no pieces or no place for the ticket");
+        if ((!pieces && count > 0) || !ticket)
+            return failure(TL_ERR_ARGUMENT, "no pieces or no place for the ticket");
         return e.submit(pieces, count, stream(consumer_stream), ticket);
     });
 }

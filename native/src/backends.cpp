@@ -8,7 +8,8 @@ namespace tl {
 namespace {
 
 constexpr const char *kBackendNames[TL_BACKEND_COUNT] = {"AUTO", "PREAD", "URING", "MMAP"};
-constexpr const char *kPathNames[TL_PATH_COUNT] = {"buffered pread", "direct pread", "direct io_uring", "mmap"};
+constexpr const char *kPathNames[TL_PATH_COUNT] = {"buffered pread", "direct pread", "direct io_uring",
+                                                   "mmap"};
 
 std::string reason(int os_errno) {
     return std::strerror(os_errno);

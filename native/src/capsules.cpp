@@ -80,16 +80,17 @@ void drop_capsule(void *capsule) {
 }  // namespace tl
 
 void *tl_arena_capsules(tl_arena *arena, uint64_t address, uint64_t count, const uint64_t *offsets,
-                        const uint8_t *codes, const uint8_t *bits, const uint16_t *lanes, const int32_t *ndims,
-                        const int64_t *shapes, int32_t dl_device_type, int32_t dl_device_id) {
+                        const uint8_t *codes, const uint8_t *bits, const uint16_t *lanes,
+                        const int32_t *ndims, const int64_t *shapes, int32_t dl_device_type,
+                        int32_t dl_device_id) {
     using namespace tl;
     const Python &py = python();
     if (!py.there) return nullptr;
     void *list = py.list_new(static_cast<intptr_t>(count));
     if (!list) return nullptr;
     for (uint64_t i = 0; i < count; i++) {
-        DLManagedTensor *managed = make_tensor(arena, address + offsets[i], {codes[i], bits[i], lanes[i]}, ndims[i],
-                                               shapes, {dl_device_type, dl_device_id});
+        DLManagedTensor *managed = make_tensor(arena, address + offsets[i], {codes[i], bits[i], lanes[i]},
+                                               ndims[i], shapes, {dl_device_type, dl_device_id});
         void *capsule = managed ? py.capsule_new(managed, kFresh, drop_capsule) : py.no_memory();
         if (!capsule) {
             if (managed) managed->deleter(managed);

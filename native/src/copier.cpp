@@ -42,7 +42,8 @@ Failure Copier::issue(const Slot &slot, const char *base, uint64_t *copies) {
     const Event event = events_[slot.index % slots_];
     std::lock_guard<std::mutex> lock(mutex_);
     for (const Copy &copy : slot.copies) {
-        if (Failure f = driver_->copy_to_device(copy.destination, base + copy.where, copy.nbytes, stream_)) return f;
+        if (Failure f = driver_->copy_to_device(copy.destination, base + copy.where, copy.nbytes, stream_))
+            return f;
     }
     *copies = slot.copies.size();
     if (Failure f = driver_->event_record(event, stream_)) return f;

@@ -69,7 +69,8 @@ private:
     void push(DeepReader *reader, const Request &request);
     char *slot_base(const Slot &slot) const;
     DeepReader *deep_reader(int path, Failure *why);
-    bool path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin, uint64_t end);
+    bool path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin,
+                      uint64_t end);
 
     // engine.cpp: who waits for whom
     void start_threads(size_t chunks);
@@ -95,8 +96,8 @@ private:
     std::atomic<bool> copier_runs_{false};
 
     mutable std::mutex mutex_;
-    std::condition_variable work_cv_;  // a chunk or a slot to fill
-    std::condition_variable done_cv_;  // landed_ moved, or the engine ended
+    std::condition_variable work_cv_;          // a chunk or a slot to fill
+    std::condition_variable done_cv_;          // landed_ moved, or the engine ended
     std::deque<std::unique_ptr<Slot>> slots_;  // in order, from the oldest that is not retired
     uint64_t first_slot_ = 0;                  // index of slots_.front()
     uint64_t next_slot_ = 0;                   // where take_chunk goes on

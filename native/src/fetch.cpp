@@ -23,7 +23,8 @@ void each_fill(const Chunk &chunk, uint64_t begin, uint64_t end, Use use) {
 
 char *address(char *base, const Fill &fill, uint64_t file_offset) {
     // base is null for a CPU, where fills hold addresses
-    return reinterpret_cast<char *>(reinterpret_cast<uintptr_t>(base) + fill.where + (file_offset - fill.file_offset));
+    return reinterpret_cast<char *>(reinterpret_cast<uintptr_t>(base) + fill.where +
+                                    (file_offset - fill.file_offset));
 }
 
 // Drops what has arrived from the front of the buffers.
@@ -67,7 +68,8 @@ DeepReader *Engine::deep_reader(int path, Failure *why) {
     if (stopping()) deep_why_[path] = failure(TL_ERR_CANCELLED, "the load has ended");
     if (!deep_why_[path]) {
         const DeepLimits limits{options_.io_depth, options_.chunk_bytes};
-        auto fresh = path == TL_PATH_URING_DIRECT ? make_uring_direct(this, limits) : make_pread_direct(this, limits);
+        auto fresh =
+            path == TL_PATH_URING_DIRECT ? make_uring_direct(this, limits) : make_pread_direct(this, limits);
         if (!fresh) {
             deep_why_[path] = failure(TL_ERR_BACKEND, backend_not_built(TL_BACKEND_URING));
         } else {
@@ -100,7 +102,8 @@ void Engine::fetch(Chunk *chunk) {
     if (!route.by_residency) {
         if (!fetch_range(chunk, file, route, chunk->begin, chunk->end)) return;
     } else {
-        for (const Segment &s : Residency::segments(file->residency, file->plain_fd, chunk->begin, chunk->end)) {
+        for (const Segment &s :
+             Residency::segments(file->residency, file->plain_fd, chunk->begin, chunk->end)) {
             Route part = route;
             (s.resident ? part.direct_path : part.cached_path) = -1;
             if (!fetch_range(chunk, file, part, s.begin, s.end)) return;
@@ -170,7 +173,8 @@ bool Engine::fetch_direct(Chunk *chunk, File *file, int path, uint64_t begin, ui
     const uint64_t head = round_up(begin, block);
     const uint64_t tail = round_down(end, block);
     char *place = address(slot_base(*chunk->slot), fill, head);
-    const bool fits = chunk->fill_count == 1 && head < tail && reinterpret_cast<uintptr_t>(place) % block == 0;
+    const bool fits =
+        chunk->fill_count == 1 && head < tail && reinterpret_cast<uintptr_t>(place) % block == 0;
     if (!fits) {
         push(reader, {chunk, file, begin, end, nullptr});
         return true;
@@ -193,10 +197,11 @@ void Engine::complete(const Request &request, int path, const char *bounced) {
     uint64_t delivered = 0;
     if (bounced) {
         char *base = slot_base(*request.chunk->slot);
-        each_fill(*request.chunk, request.begin, request.end, [&](const Fill &fill, uint64_t from, uint64_t to) {
-            std::memcpy(address(base, fill, from), bounced + (from - request.begin), to - from);
-            delivered += to - from;
-        });
+        each_fill(*request.chunk, request.begin, request.end,
+                  [&](const Fill &fill, uint64_t from, uint64_t to) {
+                      std::memcpy(address(base, fill, from), bounced + (from - request.begin), to - from);
+                      delivered += to - from;
+                  });
         bounced_bytes_ += delivered;
     } else {
         delivered = request.end - request.begin;
@@ -206,13 +211,15 @@ void Engine::complete(const Request &request, int path, const char *bounced) {
 }
 
 void Engine::refused(const Request &request, int path, int os_errno) {
-    if (path_refused(request.chunk, request.file, path, std::strerror(os_errno), request.begin, request.end)) {
+    if (path_refused(request.chunk, request.file, path, std::strerror(os_errno), request.begin,
+                     request.end)) {
         part_done(request.chunk);
     }
 }
 
 // Reads the range again by what is left of the file's route.
-bool Engine::path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin, uint64_t end) {
+bool Engine::path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin,
+                          uint64_t end) {
     if (stopping()) return false;
     Route route;
     {

@@ -68,8 +68,8 @@ int File::open_direct() {
     if (fd < 0 && errno == ENOENT) {  // no /proc here
         fd = open_again(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT | O_NONBLOCK);
         struct stat plain, direct;
-        if (fd >= 0 && (fstat(plain_fd, &plain) != 0 || fstat(fd, &direct) != 0 || plain.st_ino != direct.st_ino ||
-                        plain.st_dev != direct.st_dev)) {
+        if (fd >= 0 && (fstat(plain_fd, &plain) != 0 || fstat(fd, &direct) != 0 ||
+                        plain.st_ino != direct.st_ino || plain.st_dev != direct.st_dev)) {
             ::close(fd);
             return ENOENT;
         }

@@ -13,9 +13,9 @@ namespace tl {
 
 // How the bytes of a file are read: what is cached by one path, what is not by the other. -1: not by this file.
 struct Route {
-    int backend = -1;       // tl_backend
-    int cached_path = -1;   // tl_path that a copying thread takes
-    int direct_path = -1;   // tl_path of a deep reader
+    int backend = -1;           // tl_backend
+    int cached_path = -1;       // tl_path that a copying thread takes
+    int direct_path = -1;       // tl_path of a deep reader
     bool by_residency = false;  // ask chunk by chunk; otherwise the one path that is set takes all
 };
 
@@ -46,14 +46,14 @@ public:
     const std::string path;
     std::mutex mutex;  // guards opening and the route; taken before the engine's lock, never under it
     Route route;
-    size_t candidate = 0;           // position in the engine's list of back ends
+    size_t candidate = 0;  // position in the engine's list of back ends
     bool routed = false;
-    std::string notes;              // refusals, one line each
+    std::string notes;  // refusals, one line each
     Residency::Method residency = Residency::Method::kUnknown;
     int plain_fd = -1;
     int direct_fd = -1;
-    uint64_t block = kPage;         // offsets, sizes and addresses of direct reads are multiples of it
-    uint64_t outstanding = 0;       // chunks submitted and not complete; under the engine's lock
+    uint64_t block = kPage;    // offsets, sizes and addresses of direct reads are multiples of it
+    uint64_t outstanding = 0;  // chunks submitted and not complete; under the engine's lock
 
 private:
     const uint64_t device_;

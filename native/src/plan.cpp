@@ -33,7 +33,8 @@ uint64_t PlanBuilder::place(const tl_piece &rest, bool joins) const {
     const Copy &last = slot.copies.back();
     if (joins) return last.where + (rest.destination - last.destination);
     const Staged &before = staged_.back();
-    if (before.file == rest.file && before.fill.file_offset + before.fill.nbytes == rest.file_offset) return used_;
+    if (before.file == rest.file && before.fill.file_offset + before.fill.nbytes == rest.file_offset)
+        return used_;
     if (rest.nbytes < kWorthAligning) return round_up(used_, kLine);
     const uint64_t misfit = (rest.file_offset - slot.shift - used_) % kPage;
     return used_ + misfit;

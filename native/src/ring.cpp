@@ -22,7 +22,8 @@ char *Ring::prepare(uint64_t k, std::string *note) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         if (!memory_) {
-            void *map = mmap(nullptr, count_ * stride_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            void *map =
+                mmap(nullptr, count_ * stride_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
             if (map == MAP_FAILED) return nullptr;
             memory_ = static_cast<char *>(map);
             madvise(memory_, count_ * stride_, MADV_HUGEPAGE);

@@ -39,7 +39,8 @@ public:
                     threads_.emplace_back([this] { work(); });
                 } catch (const std::system_error &error) {
                     if (threads_.empty()) {
-                        sink_->failed(os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread"));
+                        sink_->failed(
+                            os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread"));
                         return;
                     }
                 }
@@ -86,8 +87,8 @@ private:
         }
         Failure why;
         for (;;) {
-            const ssize_t got =
-                pread(request.file->direct_fd, read.buffer(), read.nbytes(), static_cast<off_t>(read.offset()));
+            const ssize_t got = pread(request.file->direct_fd, read.buffer(), read.nbytes(),
+                                      static_cast<off_t>(read.offset()));
             if (got > 0) sink_->count_read(TL_PATH_PREAD_DIRECT, static_cast<uint64_t>(got));
             switch (read.on_result(got < 0 ? -errno : got, &why)) {
                 case DirectRead::Outcome::kMore:

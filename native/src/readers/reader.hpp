@@ -29,7 +29,8 @@ struct Request {
     File *file;
     uint64_t begin;  // range of the file
     uint64_t end;
-    char *in_place;  // where [begin, end) goes if it is whole blocks at a fitting address, else null: through a buffer
+    char *
+        in_place;  // where [begin, end) goes if it is whole blocks at a fitting address, else null: through a buffer
 };
 
 // What a reader needs of the engine; implemented by it, called from the readers' threads.

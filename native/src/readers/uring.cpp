@@ -91,8 +91,8 @@ private:
         // There is room: no more entries than the ring has, each in it once.
         io_uring_sqe *sqe = io_uring_get_sqe(&ring_);
         const DirectRead &read = entry->read;
-        io_uring_prep_read(sqe, read.request().file->direct_fd, read.buffer(), static_cast<unsigned>(read.nbytes()),
-                           read.offset());
+        io_uring_prep_read(sqe, read.request().file->direct_fd, read.buffer(),
+                           static_cast<unsigned>(read.nbytes()), read.offset());
         io_uring_sqe_set_data(sqe, entry);
     }
 
@@ -112,10 +112,12 @@ private:
         const DirectRead::Outcome outcome = entry->read.on_result(result, &why);
         if (outcome == DirectRead::Outcome::kMore && !sink_->stopping()) return issue(entry);
         const Request request = entry->read.request();
-        if (outcome == DirectRead::Outcome::kDone) sink_->complete(request, TL_PATH_URING_DIRECT, entry->read.bounced());
+        if (outcome == DirectRead::Outcome::kDone)
+            sink_->complete(request, TL_PATH_URING_DIRECT, entry->read.bounced());
         free_.push_back(entry);
         if (outcome == DirectRead::Outcome::kFailed) sink_->failed(why);
-        if (outcome == DirectRead::Outcome::kRefused) sink_->refused(request, TL_PATH_URING_DIRECT, why.os_errno);
+        if (outcome == DirectRead::Outcome::kRefused)
+            sink_->refused(request, TL_PATH_URING_DIRECT, why.os_errno);
     }
 
     // The ring itself does not work any more. What the kernel has taken still writes to memory: wait for that much.

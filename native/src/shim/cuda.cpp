@@ -36,7 +36,9 @@ public:
         library_.find(error_name_, "cuGetErrorName");
     }
 
-    const std::string &why() const { return library_.why(); }
+    const std::string &why() const {
+        return library_.why();
+    }
 
     Failure device_count(int *count) override {
         Failure f = check(init_(0), "cuInit");
@@ -75,7 +77,9 @@ public:
         return check(context_set_(context), "cuCtxSetCurrent");
     }
 
-    void restore(void *previous) override { context_set_(previous); }
+    void restore(void *previous) override {
+        context_set_(previous);
+    }
 
     Failure register_host(void *address, uint64_t nbytes) override {
         return check(register_(address, nbytes, 0), "cuMemHostRegister");
@@ -98,7 +102,9 @@ public:
     Failure event_create(Event *event) override {
         return check(event_create_(event, kEventBlockingNoTime), "cuEventCreate");
     }
-    Failure event_destroy(Event event) override { return check(event_destroy_(event), "cuEventDestroy"); }
+    Failure event_destroy(Event event) override {
+        return check(event_destroy_(event), "cuEventDestroy");
+    }
     Failure event_record(Event event, Stream stream) override {
         return check(event_record_(event, stream), "cuEventRecord");
     }

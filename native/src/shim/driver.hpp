@@ -36,7 +36,8 @@ public:
     virtual Failure event_record(Event event, Stream stream) = 0;
     virtual Failure event_synchronize(Event event) = 0;
 
-    virtual Failure copy_to_device(uint64_t destination, const void *source, uint64_t nbytes, Stream stream) = 0;
+    virtual Failure copy_to_device(uint64_t destination, const void *source, uint64_t nbytes,
+                                   Stream stream) = 0;
 };
 
 // The driver of a kind, opened once for the process; null with the reason in *why.

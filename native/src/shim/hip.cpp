@@ -86,7 +86,8 @@ public:
     Failure event_synchronize(Event event) override {
         return check(event_synchronize_(event), "hipEventSynchronize");
     }
-    Failure copy_to_device(uint64_t destination, const void *source, uint64_t nbytes, Stream stream) override {
+    Failure copy_to_device(uint64_t destination, const void *source, uint64_t nbytes,
+                           Stream stream) override {
         return check(copy_(reinterpret_cast<void *>(destination), const_cast<void *>(source), nbytes, stream),
                      "hipMemcpyHtoDAsync");
     }
@@ -95,8 +96,9 @@ private:
     Failure check(int code, const char *call) {
         if (code == 0) return {};
         const char *name = error_name_(code);
-        Failure f = failure(TL_ERR_DRIVER, std::string(call) + " answered " + (name ? name : "unknown error") + " (" +
-                                               std::to_string(code) + ")");
+        Failure f =
+            failure(TL_ERR_DRIVER, std::string(call) + " answered " + (name ? name : "unknown error") + " (" +
+                                       std::to_string(code) + ")");
         f.driver_code = code;
         return f;
     }
