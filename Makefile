@@ -11,7 +11,7 @@ NATIVE := build/native
 LIBRARY := $(NATIVE)/libtensorlift.so
 LINK := src/tensorlift/libtensorlift.so
 NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f 2>/dev/null)
-FORMATTED := $(shell find native benchmarks -name '*.c' -o -name '*.h' -o -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
+FORMATTED := $(shell find native src -name '*.c' -o -name '*.h' -o -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 PYTHON_TREE := src tests tools benchmarks examples
 
 help:  ## this list

@@ -148,7 +148,7 @@ def test_library_that_is_not_there_is_3(written: Written, tmp_path: Path) -> Non
 
 
 def test_doctor_tells_of_readers_and_devices(written: Written) -> None:
-    # In a process of its own: the library remembers a driver that it did not find, and the tests of the device
+    # In a process of its own: the library remembers a driver that it did not find, and tests of the device
     # path bring theirs later.
     done = program("doctor", written.path, "--json")
     assert (done.returncode, done.stderr) == (0, "")
