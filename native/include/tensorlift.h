@@ -148,19 +148,11 @@ typedef struct tl_stats {
 /* What was decided for a file; texts are empty where there is nothing to say. */
 typedef struct tl_file_info {
     uint32_t struct_size;
-<<<<<<< HEAD
     int32_t backend;      /* tl_backend in use, -1 before the first read */
     int32_t cached_path;  /* tl_path for what is cached, -1: none */
     int32_t waiting_path; /* tl_path for what is not, or for all, -1: none */
     char residency[32];   /* "cachestat", "mincore", "memory" (tmpfs and such), "unknown" */
     char fallback[512];   /* what was refused and why, one line each */
-=======
-    int32_t backend;     /* tl_backend in use, -1 before the first read */
-    int32_t cached_path; /* tl_path for what is cached, -1: none */
-    int32_t direct_path; /* tl_path for what is not, -1: none */
-    char residency[32];  /* "cachestat", "mincore", "memory" (tmpfs and such), "unknown" */
-    char fallback[512];  /* what was refused and why, one line each */
->>>>>>> main
 } tl_file_info;
 
 typedef struct tl_engine tl_engine;

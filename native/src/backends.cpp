@@ -5,7 +5,6 @@
 namespace tl {
 namespace {
 
-<<<<<<< HEAD
 constexpr const char *kBackendNames[TL_BACKEND_COUNT] = {
     "AUTO", "PREAD", "URING", "MMAP", "URING_BUFFERED", "AIO", "AIO_BUFFERED", "BUFFERED"};
 constexpr const char *kPathNames[TL_PATH_COUNT] = {"buffered pread", "direct pread",      "direct io_uring",
@@ -27,11 +26,6 @@ int only_path(uint32_t backend) {
             return -1;
     }
 }
-=======
-constexpr const char *kBackendNames[TL_BACKEND_COUNT] = {"AUTO", "PREAD", "URING", "MMAP"};
-constexpr const char *kPathNames[TL_PATH_COUNT] = {"buffered pread", "direct pread", "direct io_uring",
-                                                   "mmap"};
->>>>>>> main
 
 std::string reason(int os_errno) {
     return std::strerror(os_errno);

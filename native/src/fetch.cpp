@@ -67,21 +67,9 @@ DeepReader *Engine::deep_reader(int path, Failure *why) {
     if (reader) return reader.get();
     if (stopping()) deep_why_[path] = failure(TL_ERR_CANCELLED, "the load has ended");
     if (!deep_why_[path]) {
-<<<<<<< HEAD
         auto fresh = make_deep_reader(this, path, {options_.io_depth, options_.threads});
         deep_why_[path] = fresh->start();
         if (!deep_why_[path]) reader = std::move(fresh);
-=======
-        const DeepLimits limits{options_.io_depth, options_.chunk_bytes};
-        auto fresh =
-            path == TL_PATH_URING_DIRECT ? make_uring_direct(this, limits) : make_pread_direct(this, limits);
-        if (!fresh) {
-            deep_why_[path] = failure(TL_ERR_BACKEND, backend_not_built(TL_BACKEND_URING));
-        } else {
-            deep_why_[path] = fresh->start();
-            if (!deep_why_[path]) reader = std::move(fresh);
-        }
->>>>>>> main
     }
     *why = deep_why_[path];
     return reader.get();
@@ -108,15 +96,10 @@ void Engine::fetch(Chunk *chunk) {
     if (!route.by_residency) {
         if (!fetch_range(chunk, file, route, chunk->begin, chunk->end)) return;
     } else {
-<<<<<<< HEAD
         const uint64_t begin = trace_.begin();
         const auto segments = Residency::segments(file->residency, file->plain_fd, chunk->begin, chunk->end);
         trace_.end(begin, TL_STAGE_ASK_CACHE, file->index, chunk->begin, chunk->end - chunk->begin);
         for (const Segment &s : segments) {
-=======
-        for (const Segment &s :
-             Residency::segments(file->residency, file->plain_fd, chunk->begin, chunk->end)) {
->>>>>>> main
             Route part = route;
             (s.resident ? part.deep_path : part.cached_path) = -1;
             if (!fetch_range(chunk, file, part, s.begin, s.end)) return;

@@ -15,11 +15,7 @@ namespace tl {
 struct Route {
     int backend = -1;           // tl_backend
     int cached_path = -1;       // tl_path that a copying thread takes
-<<<<<<< HEAD
     int deep_path = -1;         // tl_path of a deep reader
-=======
-    int direct_path = -1;       // tl_path of a deep reader
->>>>>>> main
     bool by_residency = false;  // ask chunk by chunk; otherwise the one path that is set takes all
 };
 

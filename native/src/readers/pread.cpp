@@ -42,25 +42,7 @@ public:
     }
 
     void push(const Request &request) override {
-<<<<<<< HEAD
         start_another();
-=======
-        {
-            // One thread more as long as all that are there may be waiting.
-            std::lock_guard<std::mutex> lock(mutex_);
-            if (threads_.size() < depth_ && idle_.load() == 0 && !sink_->stopping()) {
-                try {
-                    threads_.emplace_back([this] { work(); });
-                } catch (const std::system_error &error) {
-                    if (threads_.empty()) {
-                        sink_->failed(
-                            os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread"));
-                        return;
-                    }
-                }
-            }
-        }
->>>>>>> main
         queue_.push(request);
     }
 
@@ -120,15 +102,9 @@ private:
         }
         Failure why;
         for (;;) {
-<<<<<<< HEAD
             const ssize_t got =
                 pread(read.fd(), read.buffer(), read.nbytes(), static_cast<off_t>(read.offset()));
             if (got > 0) sink_->count_read(path_, static_cast<uint64_t>(got));
-=======
-            const ssize_t got = pread(request.file->direct_fd, read.buffer(), read.nbytes(),
-                                      static_cast<off_t>(read.offset()));
-            if (got > 0) sink_->count_read(TL_PATH_PREAD_DIRECT, static_cast<uint64_t>(got));
->>>>>>> main
             switch (read.on_result(got < 0 ? -errno : got, &why)) {
                 case DeepRead::Outcome::kMore:
                     if (sink_->stopping()) return;

@@ -31,10 +31,7 @@ struct Request {
     uint64_t end;
     char *
         in_place;  // where [begin, end) goes if it is whole blocks at a fitting address, else null: through a buffer
-<<<<<<< HEAD
     uint64_t begin_ns = 0;  // when its first read was begun
-=======
->>>>>>> main
 };
 
 // What a reader needs of the engine; implemented by it, called from the readers' threads.
