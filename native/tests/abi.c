@@ -70,6 +70,9 @@ static void print_layout(void) {
     FIELD(tl_options, io_depth);
     FIELD(tl_options, backend_count);
     FIELD(tl_options, backends);
+    FIELD(tl_options, flags);
+    FIELD(tl_options, reserved);
+    FIELD(tl_options, cpus);
     printf("tl_piece %zu\n", sizeof(tl_piece));
     FIELD(tl_piece, file_offset);
     FIELD(tl_piece, nbytes);
@@ -94,18 +97,28 @@ static void print_layout(void) {
     FIELD(tl_file_info, struct_size);
     FIELD(tl_file_info, backend);
     FIELD(tl_file_info, cached_path);
-    FIELD(tl_file_info, direct_path);
+    FIELD(tl_file_info, waiting_path);
     FIELD(tl_file_info, residency);
     FIELD(tl_file_info, fallback);
+    printf("tl_trace_event %zu\n", sizeof(tl_trace_event));
+    FIELD(tl_trace_event, begin_ns);
+    FIELD(tl_trace_event, end_ns);
+    FIELD(tl_trace_event, offset);
+    FIELD(tl_trace_event, nbytes);
+    FIELD(tl_trace_event, file);
+    FIELD(tl_trace_event, thread);
+    FIELD(tl_trace_event, stage);
+    FIELD(tl_trace_event, path);
 }
 
 static void layout_is_packed_as_documented(void) {
     CHECK(sizeof(tl_error) == 1072);
     CHECK(offsetof(tl_error, message) == 48);
-    CHECK(sizeof(tl_options) == 88);
+    CHECK(sizeof(tl_options) == 224);
     CHECK(offsetof(tl_options, backends) == 52);
     CHECK(sizeof(tl_piece) == 32);
-    CHECK(sizeof(tl_stats) == 640);
+    CHECK(sizeof(tl_stats) == 688);
+    CHECK(sizeof(tl_trace_event) == 48);
     CHECK(sizeof(tl_file_info) == 560);
 }
 

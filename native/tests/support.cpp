@@ -185,7 +185,8 @@ std::string refusal(std::uint32_t backend, const std::string &path) {
 }
 
 const char *backend_name(std::uint32_t backend) {
-    static const char *const names[] = {"AUTO", "PREAD", "URING", "MMAP"};
+    static const char *const names[] = {"AUTO",           "PREAD", "URING",        "MMAP",
+                                        "URING_BUFFERED", "AIO",   "AIO_BUFFERED", "BUFFERED"};
     return names[backend];
 }
 

@@ -18,7 +18,8 @@ from tensorlift.errors import OptionError
 
 __all__ = ["BACKENDS", "LoadOptions", "parse_size"]
 
-BACKENDS = ("AUTO", "PREAD", "URING", "MMAP")
+# In the order of tl_backend.
+BACKENDS = ("AUTO", "PREAD", "URING", "MMAP", "URING_BUFFERED", "AIO", "AIO_BUFFERED", "BUFFERED")
 
 Progress = Callable[[int, int], object]
 
@@ -30,6 +31,9 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([A-Za-z]*)\s*")
 _SIZE_FORM = 'a size above 0: a number of bytes, or text such as "512KiB", "64MiB" or "1GB"'
+_WORDS = {word: True for word in ("1", "true", "yes", "on")} | {
+    word: False for word in ("0", "false", "no", "off")
+}
 # The engine takes 64-bit sizes, and it counts threads and reads in 32 bits; a machine has fewer than these.
 _LARGEST_SIZE = 1 << 62
 _LARGEST_COUNT = 4096
@@ -88,23 +92,33 @@ def _parse_backend(value: object, name: str) -> tuple[str, ...]:
 
 def _parse_progress(value: object, name: str) -> bool | Progress:
     if isinstance(value, str):
-        words = {
-            "1": True,
-            "true": True,
-            "yes": True,
-            "on": True,
-            "0": False,
-            "false": False,
-            "no": False,
-            "off": False,
-        }
-        if value.strip().lower() in words:
-            return words[value.strip().lower()]
+        if value.strip().lower() in _WORDS:
+            return _WORDS[value.strip().lower()]
     elif isinstance(value, bool) or callable(value):
         return value
     raise OptionError(
         f"{name} is {value!r}; expected true, false or a function of (bytes done, bytes in all)"
     )
+
+
+def _parse_verify(value: object, name: str) -> bool | str | Mapping[str, str]:
+    if isinstance(value, str) and value.strip().lower() in _WORDS:
+        return _WORDS[value.strip().lower()]
+    if isinstance(value, (bool, Mapping)):
+        return value
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(path, str) and path.strip():
+        return path
+    raise OptionError(
+        f"{name} is {value!r}; expected true, false, the path of a file of digests, or digests by tensor name"
+    )
+
+
+def _parse_trace(value: object, name: str) -> str:
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(path, str) or not path.strip():
+        raise OptionError(f"{name} is {value!r}; expected the path of a file to write")
+    return path
 
 
 def _setting(parse: Callable[[object, str], Any], unit: str, automatic: str, doc: str) -> Any:
@@ -125,8 +139,9 @@ class LoadOptions:
         "name, or an ordered list of names",
         "AUTO",
         "Ways of reading, in the order of preference: the first that works on the file is taken. "
-        "AUTO reads what is cached by pread and the rest directly; "
-        "PREAD, URING and MMAP are those readers alone.",
+        "AUTO reads what is cached by pread and the rest directly, PREAD too, but by threads alone; "
+        "URING (io_uring) and AIO (Linux AIO) read all directly, URING_BUFFERED, AIO_BUFFERED, MMAP and "
+        "BUFFERED (pread, with more threads where storage is slow) all through the page cache.",
     )
     chunk_size: int | None = _setting(
         _parse_read, "bytes", "1 MiB, less for small loads", "One read; a multiple of 4096."
@@ -169,6 +184,22 @@ class LoadOptions:
         "true, false, or a function",
         "false",
         "A bar on stderr, or a function that is called with (bytes done, bytes in all).",
+    )
+    trace: str | None = _setting(
+        _parse_trace,
+        "path of a file to write",
+        "none",
+        "What each thread did when, in the Trace Event format, which ui.perfetto.dev opens; written at the end of "
+        "a load, after an error too (safe_open writes one in get_tensors() alone). Each load replaces the file; "
+        "{pid} in the path becomes the process's id.",
+    )
+
+    verify: bool | str | Mapping[str, str] | None = _setting(  # noqa: RUF009 - makes a field
+        _parse_verify,
+        "true, false, or a path",
+        "false",
+        "Compare each tensor with its digest before it is handed out: true finds what 'tensorlift digest' wrote "
+        "beside the files, a path names it; in Python also a mapping from tensor names to digests.",
     )
 
     def __post_init__(self) -> None:

@@ -14,9 +14,9 @@ from support.checkpoints import random_row, write_safetensors
 from tensorlift import loading
 from tensorlift.engine import abi
 from tensorlift.errors import FileError, TensorliftError, TruncatedError
+from tensorlift.options import BACKENDS
 
 MIB = 1 << 20
-BACKENDS = ["AUTO", "PREAD", "URING", "MMAP"]
 
 
 @pytest.fixture(params=BACKENDS)

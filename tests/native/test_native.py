@@ -13,6 +13,7 @@ import pytest
 
 from support.native_build import ROOT, build, program
 from tensorlift.engine import abi
+from tensorlift.plan.pieces import PIECE
 
 PROGRAMS = ["abi", "engine", "files", "lifetime", "device", "fences", "faults"]
 SANITIZERS = {"address,undefined": "asan", "thread": "tsan"}
@@ -23,6 +24,8 @@ MUTANTS = {
     "NO_SLOT_FENCE": "slot_",
     "NO_DRAIN": "drain_",
 }
+
+ARRAYS = {"tl_piece": PIECE, "tl_trace_event": abi.TRACE_EVENT}
 
 # A build comes first in each of these.
 pytestmark = pytest.mark.timeout(900)
@@ -93,7 +96,7 @@ def test_the_python_structures_lie_as_in_c(tmp_path: Path) -> None:
     for line in done.stdout.splitlines():
         name, *numbers = line.split()
         structure, _, field = name.partition(".")
-        if structure == "tl_piece":
+        if structure in ARRAYS:
             continue
         twin = structures[structure]
         if field:
@@ -104,16 +107,16 @@ def test_the_python_structures_lie_as_in_c(tmp_path: Path) -> None:
     assert fields == sum(len(twin._fields_) for twin in structures.values())
 
 
-def test_the_piece_array_lies_as_in_c(tmp_path: Path) -> None:
-    from tensorlift.plan.pieces import PIECE
-
+@pytest.mark.parametrize("name", ARRAYS)
+def test_the_arrays_lie_as_in_c(tmp_path: Path, name: str) -> None:
+    dtype = ARRAYS[name]
     done = run(program(build("plain"), "abi"), "--layout", folder=tmp_path)
-    fields = [line.split() for line in done.stdout.splitlines() if line.startswith("tl_piece")]
-    assert int(fields[0][1]) == PIECE.itemsize
-    assert [name.partition(".")[2] for name, *_ in fields[1:]] == list(PIECE.names)
-    for name, offset, size in fields[1:]:
-        dtype, at = PIECE.fields[name.partition(".")[2]][:2]
-        assert (at, dtype.itemsize) == (int(offset), int(size)), name
+    lines = [line.split() for line in done.stdout.splitlines() if re.match(rf"{name}\b", line)]
+    assert int(lines[0][1]) == dtype.itemsize
+    assert [field.partition(".")[2] for field, *_ in lines[1:]] == list(dtype.names)
+    for field, offset, size in lines[1:]:
+        kind, at = dtype.fields[field.partition(".")[2]][:2]
+        assert (at, kind.itemsize) == (int(offset), int(size)), field
 
 
 def test_the_library_shows_exactly_the_functions_of_the_header() -> None:

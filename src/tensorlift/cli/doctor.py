@@ -20,7 +20,7 @@ from tensorlift.errors import LibraryError, MachineError, TensorliftError
 __all__ = ["command", "examine"]
 
 # A policy is as good as the readers that it may use, so it is not tried on its own.
-_POLICIES = ("AUTO",)
+_POLICIES = ("AUTO", "BUFFERED")
 
 
 @guarded

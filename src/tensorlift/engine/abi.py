@@ -18,11 +18,14 @@ import numpy.typing as npt
 
 from tensorlift.engine.library import VARIABLE, find_library
 from tensorlift.errors import LibraryError, MachineError, OutOfMemoryError
+from tensorlift.options import BACKENDS
 
 __all__ = [
     "ABI_VERSION",
     "BACKEND_CODES",
     "PATH_NAMES",
+    "STAGE_NAMES",
+    "TRACE_EVENT",
     "Abi",
     "CapsuleSpec",
     "Error",
@@ -31,14 +34,31 @@ __all__ = [
     "RefusedError",
     "Stats",
     "Status",
+    "digest_parts",
     "library",
     "pread",
 ]
 
 ABI_VERSION = 1
-BACKEND_CODES = {"AUTO": 0, "PREAD": 1, "URING": 2, "MMAP": 3}
-PATH_NAMES = ("PREAD_BUFFERED", "PREAD_DIRECT", "URING_DIRECT", "MMAP")
+BACKEND_CODES = {name: code for code, name in enumerate(BACKENDS)}
+PATH_NAMES = (
+    "PREAD_BUFFERED",
+    "PREAD_DIRECT",
+    "URING_DIRECT",
+    "MMAP",
+    "URING_BUFFERED",
+    "AIO_DIRECT",
+    "AIO_BUFFERED",
+)
 DEVICE_CPU, DEVICE_CUDA, DEVICE_HIP = 0, 1, 2
+OPTION_TRACE = 1
+DIGEST_BYTES = 16
+STAGE_NAMES = ("READ", "WAIT_SLOT", "COPY", "DIGEST", "ASK_CACHE")
+# tl_trace_event; times are CLOCK_MONOTONIC.
+TRACE_EVENT = np.dtype(
+    [(name, "u8") for name in ("begin_ns", "end_ns", "offset", "nbytes")]
+    + [("file", "i4"), ("thread", "u4"), ("stage", "u4"), ("path", "u4")]
+)
 
 _u8, _u16, _u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
 _i32, _ptr, _text = ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p
@@ -58,19 +78,17 @@ class _Structure(ctypes.Structure):
         super().__init__(struct_size=ctypes.sizeof(type(self)), **values)
 
 
+def _each(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class Error(_Structure):
     """tl_error."""
 
     _fields_ = [
         ("struct_size", _u32),
-        ("status", _i32),
-        ("os_errno", _i32),
-        ("driver_code", _i32),
-        ("file", _i32),
-        ("reserved", _i32),
-        ("offset", _u64),
-        ("wanted", _u64),
-        ("got", _u64),
+        *_each(_i32, "status os_errno driver_code file reserved"),
+        *_each(_u64, "offset wanted got"),
         ("message", ctypes.c_char * 1024),
     ]
 
@@ -84,17 +102,13 @@ class Options(_Structure):
     """tl_options."""
 
     _fields_ = [
-        ("struct_size", _u32),
-        ("abi_version", _u32),
-        ("device_kind", _i32),
-        ("device_index", _i32),
-        ("chunk_bytes", _u64),
-        ("slot_bytes", _u64),
-        ("pinned_bytes", _u64),
-        ("threads", _u32),
-        ("io_depth", _u32),
-        ("backend_count", _u32),
+        *_each(_u32, "struct_size abi_version"),
+        *_each(_i32, "device_kind device_index"),
+        *_each(_u64, "chunk_bytes slot_bytes pinned_bytes"),
+        *_each(_u32, "threads io_depth backend_count"),
         ("backends", _u32 * 8),
+        *_each(_u32, "flags reserved"),
+        ("cpus", _u64 * 16),
     ]
 
 
@@ -102,18 +116,10 @@ class Stats(_Structure):
     """tl_stats."""
 
     _fields_ = [
-        ("struct_size", _u32),
-        ("reserved", _u32),
-        ("bytes_by_path", _u64 * len(PATH_NAMES)),
-        ("reads_by_path", _u64 * len(PATH_NAMES)),
-        ("direct_bytes_read", _u64),
-        ("bounced_bytes", _u64),
-        ("copies", _u64),
-        ("pinned_bytes", _u64),
-        ("pinned_peak_bytes", _u64),
-        ("slot_wait_ns", _u64),
-        ("threads", _u32),
-        ("open_files", _u32),
+        *_each(_u32, "struct_size reserved"),
+        *_each(_u64 * len(PATH_NAMES), "bytes_by_path reads_by_path"),
+        *_each(_u64, "direct_bytes_read bounced_bytes copies pinned_bytes pinned_peak_bytes slot_wait_ns"),
+        *_each(_u32, "threads open_files"),
         ("notes", ctypes.c_char * 512),
     ]
 
@@ -123,9 +129,7 @@ class FileInfo(_Structure):
 
     _fields_ = [
         ("struct_size", _u32),
-        ("backend", _i32),
-        ("cached_path", _i32),
-        ("direct_path", _i32),
+        *_each(_i32, "backend cached_path waiting_path"),
         ("residency", ctypes.c_char * 32),
         ("fallback", ctypes.c_char * 512),
     ]
@@ -165,6 +169,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
     "tl_engine_landed": (ctypes.POINTER(_u64), (_ptr,), False),
     "tl_engine_wait": (_i32, (_ptr, _u64, _u32, _ERROR), True),
     "tl_engine_stream_wait": (_i32, (_ptr, _u64, _ERROR), False),
+    "tl_engine_digests": (_i32, (_ptr, _u64, _u64, _ptr, _ERROR), False),
+    "tl_engine_trace": (_i32, (_ptr, _u64, _ptr, _u64, ctypes.POINTER(_u64), _ERROR), False),
+    "tl_digest": (None, (_ptr, _u64, _ptr), False),
     "tl_engine_stats": (_i32, (_ptr, ctypes.POINTER(Stats), _ERROR), False),
     "tl_engine_file_info": (_i32, (_ptr, _i32, ctypes.POINTER(FileInfo), _ERROR), False),
     "tl_engine_cancel": (_i32, (_ptr, _ERROR), False),
@@ -273,6 +280,20 @@ class Abi:
         """Makes a stream wait for all copies issued."""
         self._ask("tl_engine_stream_wait", engine, stream)
 
+    def engine_digests(self, engine: int, first: int, count: int) -> npt.NDArray[np.uint8]:
+        """(count, 16) bytes: the digests of landed pieces, zeros where none was asked for."""
+        digests = np.zeros((count, DIGEST_BYTES), np.uint8)
+        self._ask("tl_engine_digests", engine, first, count, digests.ctypes.data)
+        return digests
+
+    def engine_trace(self, engine: int) -> npt.NDArray[Any]:
+        """All events so far, an array of TRACE_EVENT in no order; empty where the engine keeps none."""
+        count = _u64()
+        self._ask("tl_engine_trace", engine, 0, None, 0, ctypes.byref(count))
+        events = np.zeros(count.value, TRACE_EVENT)
+        self._ask("tl_engine_trace", engine, 0, events.ctypes.data, len(events), ctypes.byref(count))
+        return events
+
     def engine_stats(self, engine: int) -> Stats:
         """Counters."""
         stats = Stats()
@@ -335,6 +356,17 @@ class Abi:
             arena, address, len(arrays[0]), *pointers, *device
         )
         return capsules
+
+
+def digest_parts(data: npt.NDArray[np.uint8], edges: npt.NDArray[np.int64], made: npt.NDArray[np.uint8]) -> None:
+    """``made[i]`` (16 bytes, big endian): XXH3-128 of the bytes from ``edges[i]`` to ``edges[i + 1]``.
+
+    All arrays contiguous. Keeps the GIL, so for few bytes a part.
+    """
+    function, source, target = library().call["tl_digest"], data.ctypes.data, made.ctypes.data
+    begins, nbytes = (edges[:-1] + source).tolist(), np.diff(edges).tolist()
+    for begin, size, place in zip(begins, nbytes, range(target, target + made.nbytes, DIGEST_BYTES), strict=True):
+        function(begin, size, place)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -34,9 +34,17 @@ _SLICE_MILLISECONDS = 100
 class Engine:
     """A native engine for one device; a context manager. For several threads, but not after a fork."""
 
-    def __init__(self, size: EngineSize, device_kind: int = abi.DEVICE_CPU, device_index: int = 0) -> None:
+    def __init__(
+        self,
+        size: EngineSize,
+        device_kind: int = abi.DEVICE_CPU,
+        device_index: int = 0,
+        *,
+        trace: bool = False,
+    ) -> None:
         """Creates the engine; no thread starts and nothing is pinned before the first piece.
 
+        ``trace``: keep what each thread does when, for trace().
         Raises LibraryError, DriverError, MachineError.
         """
         self._abi = abi.library()
@@ -52,6 +60,7 @@ class Engine:
             threads=size.threads,
             io_depth=size.io_depth,
             backend_count=len(size.backends),
+            flags=abi.OPTION_TRACE if trace else 0,
         )
         for at, name in enumerate(size.backends):
             options.backends[at] = abi.BACKEND_CODES[name]
@@ -128,6 +137,19 @@ class Engine:
         """The engine's counters now."""
         with self._using() as handle:
             return self._abi.engine_stats(handle)
+
+    def digests(self, first: int, count: int) -> npt.NDArray[np.uint8]:
+        """Digests of the pieces from the one numbered ``first`` on: (count, 16) bytes, XXH3-128, big endian.
+
+        Of pieces with the flag DIGEST; zeros for others. RequestError where one of them has not landed.
+        """
+        with self._using() as handle:
+            return self._abi.engine_digests(handle, first, count)
+
+    def trace(self) -> npt.NDArray[Any]:
+        """What the threads did so far: an array of abi.TRACE_EVENT in no order, at most 1,048,576 events."""
+        with self._using() as handle:
+            return self._abi.engine_trace(handle)
 
     def bytes_done(self) -> int:
         """Bytes delivered so far, by all paths."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["JOIN", "PIECE", "merge_pieces", "new_pieces"]
+__all__ = ["DIGEST", "JOIN", "PIECE", "merge_pieces", "new_pieces"]
 
 PIECE = np.dtype(
     [("file_offset", "u8"), ("nbytes", "u8"), ("destination", "u8"), ("file", "i4"), ("flags", "u4")]
@@ -16,6 +16,8 @@ PIECE = np.dtype(
 # TL_PIECE_JOIN: what lies between the piece before and this one is padding of one arena, and may be
 # overwritten.
 JOIN = 1
+# TL_PIECE_DIGEST: compute the piece's digest before it lands; it may not be larger than a slot.
+DIGEST = 2
 
 
 def new_pieces(
