@@ -28,6 +28,7 @@ import torch
 
 from tensorlift import sources
 from tensorlift.engine.sizing import Budget, budget
+from tensorlift.engine.trace import traced
 from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.options import LoadOptions
@@ -74,7 +75,13 @@ def load(
     begin = time.perf_counter()
     settings = LoadOptions.resolve(**options)
     memory = memories.for_device(device)
-    clock = Clock()
+    with traced(settings.trace) as trace:
+        return _load(path, memory, names, settings, Clock(trace), begin)
+
+
+def _load(
+    path: Any, memory: memories.Memory, names: Names, settings: LoadOptions, clock: Clock, begin: float
+) -> LoadedState:
     checkpoint = _headers(path, clock)
     rows = checkpoint.select(names)
     rules = _rules(_budget(settings, memory), memory, uniform=False)
@@ -123,9 +130,12 @@ class Weights:
         """Made by open()."""
         begin = time.perf_counter()
         self._memory, self._settings = memory, settings
-        self._clock = Clock()
-        self._checkpoint = _headers(path, self._clock)
-        self._rows = self._checkpoint.select(names)
+        with contextlib.ExitStack() as ending:
+            self._clock = Clock(ending.enter_context(traced(settings.trace)))
+            self._checkpoint = _headers(path, self._clock)
+            self._rows = self._checkpoint.select(names)
+            # From here on the end of the pass, or close(), ends the trace.
+            self._ending = ending.pop_all()
         self._pass: _Pass | None = None
         self._opening = time.perf_counter() - begin
         self._generator: Callable[[], Generator[tuple[str, torch.Tensor], None, None] | None] = lambda: None
@@ -179,7 +189,7 @@ class Weights:
         limits = _budget(settings, memory)
         rules = _rules(limits, memory, uniform=True)
         transfer = Transfer(self._checkpoint, self._rows, memory, settings, rules, self._clock)
-        self._pass = _Pass(transfer, limits.buffer_size)
+        self._pass = _Pass(transfer, limits.buffer_size, self._ending)
         self._pass.seconds = time.perf_counter() - begin
         generator = self._pass.run(settings)
         # Weakly, and the generator does not know this object: a consumer that drops it ends the pass at once.
@@ -197,20 +207,23 @@ class Weights:
             # A generator that runs in another thread refuses; it ends by its own wait, which fails now.
             with contextlib.suppress(ValueError):
                 generator.close()
+        self._ending.close()
 
 
 class _Pass:
     """One pass over a transfer, reading ahead."""
 
-    def __init__(self, transfer: Transfer, buffer_size: int) -> None:
-        self.transfer, self._buffer_size = transfer, buffer_size
+    def __init__(self, transfer: Transfer, buffer_size: int, ending: contextlib.ExitStack) -> None:
+        self.transfer, self._buffer_size, self._ending = transfer, buffer_size, ending
         self.seconds = 0.0
 
     def run(self, settings: LoadOptions) -> Generator[tuple[str, torch.Tensor], None, None]:
         transfer = self.transfer
         begin = time.perf_counter()
         try:
-            with reporter(settings.progress) as report:
+            with self._ending, reporter(settings.progress) as report:
+                # Before the trace ends: it wants what the engine has kept.
+                self._ending.callback(transfer.close)
                 for batch in range(transfer.batch_count):
                     self._read_ahead(batch)
                     transfer.wait(batch, _tick(report, transfer))
@@ -224,7 +237,6 @@ class _Pass:
                     transfer.finish(batch)
                 _finished(report, transfer.table.nbytes)
         finally:
-            transfer.close()
             self.seconds += time.perf_counter() - begin
 
     def _read_ahead(self, batch: int) -> None:
@@ -264,12 +276,13 @@ def load_into(
     """
     begin = time.perf_counter()
     settings = LoadOptions.resolve(**options)
-    clock = Clock()
     if names is not None and not (isinstance(names, (str, re.Pattern)) or callable(names)):
         names = list(names)
-    checkpoint = _headers(path, clock)
-    rows = checkpoint.select(names)
-    filled = fill(model, checkpoint, rows, names, strict, settings, clock)
+    with traced(settings.trace) as trace:
+        clock = Clock(trace)
+        checkpoint = _headers(path, clock)
+        rows = checkpoint.select(names)
+        filled = fill(model, checkpoint, rows, names, strict, settings, clock)
     return Filled(
         filled.missing_keys, filled.unexpected_keys, _timed(filled.stats, time.perf_counter() - begin)
     )

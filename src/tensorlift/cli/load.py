@@ -140,12 +140,12 @@ def _parameters() -> Iterator[tuple[str, Any, Any]]:
             yield (
                 field.name,
                 str | None,
-                typer.Option(None, option, metavar=_metavar(meta["unit"]), help=text),
+                typer.Option(None, option, metavar=_metavar(field.name, meta["unit"]), help=text),
             )
 
 
-def _metavar(unit: str) -> str:
-    return "SIZE" if unit == "bytes" else "NUMBER"
+def _metavar(name: str, unit: str) -> str:
+    return "FILE" if name == "trace" else "SIZE" if unit == "bytes" else "NUMBER"
 
 
 def _build() -> Callable[..., None]:

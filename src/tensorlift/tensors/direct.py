@@ -9,6 +9,7 @@ import numpy as np
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.report import EngineReport, report_of
 from tensorlift.engine.sizing import size_engine
+from tensorlift.engine.trace import Trace
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.options import LoadOptions
 from tensorlift.plan.pieces import merge_pieces, new_pieces
@@ -23,17 +24,22 @@ class Direct:
     """Destinations of one device on their way; the tensors must stay as they are until close()."""
 
     def __init__(
-        self, checkpoint: Checkpoint, targets: Sequence[Target], memory: Memory, options: LoadOptions
+        self,
+        checkpoint: Checkpoint,
+        targets: Sequence[Target],
+        memory: Memory,
+        options: LoadOptions,
+        trace: Trace | None = None,
     ) -> None:
         """Plans; nothing is written before start()."""
-        self._memory = memory
+        self._memory, self._trace = memory, trace
         self._targets = sorted(targets, key=lambda target: target.row)
         rows = np.array([target.row for target in self._targets], np.int64)
         files = checkpoint.shard_of[rows]
         self._sizes, self._count = checkpoint.sizes[rows], len(rows)
         self.nbytes, self.files = int(self._sizes.sum()), len(np.unique(files))
         size = size_engine(options, self.nbytes, device=memory.native_kind != 0)
-        self._engine = Engine(size, memory.native_kind, memory.native_index)
+        self._engine = Engine(size, memory.native_kind, memory.native_index, trace=trace is not None)
         index = np.full(len(checkpoint.shards), -1, np.int32)
         for shard in np.unique(files).tolist():
             index[shard] = self._engine.add_file(checkpoint.shards[shard])
@@ -62,6 +68,8 @@ class Direct:
         """Cancels what is under way and waits for it: no byte is written after this."""
         if not self._engine.closed:
             self._report = report_of(self._engine, log=True)
+            if self._trace is not None:
+                self._trace.take(self._engine)
             self._engine.close()
 
     def stats(self) -> LoadStats:

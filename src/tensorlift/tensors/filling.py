@@ -56,7 +56,7 @@ def fill(
         check_expressible(checkpoint, np.array(sorted(t.row for t in found.targets), np.int64))
         spaces = {device: memories.for_device(device) for device in _devices(found.targets)}
         directs = [
-            Direct(checkpoint, targets, spaces[device], options)
+            Direct(checkpoint, targets, spaces[device], options, clock.trace)
             for device, targets in _by_device(found.direct).items()
         ]
     copies = _by_device([*found.copied, *found.ordered])

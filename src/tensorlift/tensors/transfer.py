@@ -19,6 +19,7 @@ import torch
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.report import EngineReport, report_of
 from tensorlift.engine.sizing import size_engine
+from tensorlift.engine.trace import Trace
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.options import LoadOptions
 from tensorlift.plan import pieces as plan_pieces
@@ -33,19 +34,23 @@ Tick = Callable[[], object]
 
 
 class Clock:
-    """Seconds by phase."""
+    """Seconds by phase, and the trace of the load where one is wanted."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self.trace = trace
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the time inside to a phase."""
-        begin = time.perf_counter()
+    def phase(self, name: str, **args: object) -> Iterator[None]:
+        """Adds the time inside to a phase; ``args`` are for the trace."""
+        begin = time.perf_counter_ns()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+            self.seconds[name] = self.seconds.get(name, 0.0) + (time.perf_counter_ns() - begin) / 1e9
+            if self.trace is not None:
+                # "read" is what the engine does meanwhile.
+                self.trace.keep("wait" if name == "read" else name, begin, args)
 
 
 class Transfer:
@@ -75,7 +80,9 @@ class Transfer:
             self._first_arenas = _arenas_begun(self.layout)
             device = memory.native_kind != 0
             size = size_engine(options, int(self.layout.arena_used.sum()), device=device)
-            self._engine = Engine(size, memory.native_kind, memory.native_index)
+            self._engine = Engine(
+                size, memory.native_kind, memory.native_index, trace=clock.trace is not None
+            )
             self._files = _add_files(self._engine, checkpoint, self.table.files)
         self._arenas: dict[int, Arena] = {}
         self._addresses = np.zeros(len(self.layout.arena_nbytes), np.uint64)
@@ -139,12 +146,12 @@ class Transfer:
         arenas = self.layout.arenas[first:last]
         used = int(arenas.max(initial=-1))
         arena = self._arenas[used] if used >= 0 else None
-        with self.clock.phase("hand_out"), collector_paused():
+        with self.clock.phase("hand_out", batch=batch), collector_paused():
             return self.table.tensors(first, last, arena, self.layout.offsets[first:last], self.memory)
 
     def wait(self, batch: int, tick: Tick | None = None) -> None:
         """Waits until a batch is there for work on the caller's stream; raises what stopped the engine."""
-        with self.clock.phase("read"):
+        with self.clock.phase("read", batch=batch):
             self._engine.wait(self._tickets[batch], tick)
             if self.memory.native_kind != 0:
                 self._engine.stream_wait(self.memory.stream())
@@ -167,6 +174,8 @@ class Transfer:
         if not self._engine.closed:
             with self.clock.phase("close"):
                 self._report = report_of(self._engine, log=True)
+                if self.clock.trace is not None:
+                    self.clock.trace.take(self._engine)
                 self._engine.close()
         while self._arenas:
             self._arenas.popitem()[1].release()
