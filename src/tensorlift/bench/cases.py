@@ -1,41 +1,51 @@
-"""Synthetic checkpoints with the geometry of real models: names, shapes, dtypes, shards, seeded content.
+"""Synthetic checkpoints with the geometry of real models, written at the speed of the file system.
 
 The bytes come from one random block that is laid down again and again from different places, so that writing
-is as fast as the file system and two tensors of one size still differ.
+takes no time for making them and two tensors of one size still differ.
+
+Files are written under names that no loader takes. Once all are there they get their own, the index before
+the shards: a run that was cut off leaves nothing that looks like a checkpoint, or an index whose shards are
+missing.
 """
 
 from __future__ import annotations
 
+import errno
 import json
-import math
 import os
+import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Case", "Spec", "nvfp4_moe", "qwen3_moe", "write_shards"]
+from tensorlift.bench.geometry import MODELS, Spec
+from tensorlift.engine.machine import usable_cpus
+from tensorlift.errors import MachineError, RequestError
+from tensorlift.format import dtypes
 
-_BITS = {"BF16": 16, "F32": 32, "U8": 8, "F8_E4M3": 8}
-_BLOCK_BYTES = 64 << 20
+__all__ = [
+    "SHARD_BYTES",
+    "Case",
+    "Spec",
+    "in_shards",
+    "nvfp4_moe",
+    "qwen3_moe",
+    "write_model",
+    "write_shards",
+]
+
+SHARD_BYTES = 5_000_000_000
+"""Size of published shards: transformers and huggingface_hub cut at "5GB" unless told otherwise."""
+
+_INDEX = "model.safetensors.index.json"
+_UNFINISHED = ".unfinished"
+# Odd, so that no power of two of a file's bytes meets the same place of the block again.
+_BLOCK_BYTES = (64 << 20) + 4099
 _WRITE_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """One tensor to write."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its data."""
-        return math.prod(self.shape) * _BITS[self.dtype] // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +63,35 @@ class Case:
         return sum(file.stat().st_size for file in self.files)
 
 
-def qwen3_moe(folder: Path, layers: int, shards: int) -> Case:
-    """Qwen3-30B-A3B's geometry in bf16, cut to some layers: 1.22 GB a layer and 1.24 GB of embeddings.
+def write_model(
+    folder: Path,
+    model: str,
+    layers: int | None = None,
+    shards: int | None = None,
+    seed: int = 0,
+    force: bool = False,
+) -> Case:
+    """Writes a checkpoint like a published one of the model.
 
-    hidden 2048, 128 experts of 768, vocabulary 151,936, 32 heads and 4 key-value heads of 128: the figures of
-    the model's own config.json.
+    Args:
+        folder: made if it is not there.
+        model: a name in ``geometry.MODELS``.
+        layers: how many of the first layers; all where None.
+        shards: files of about the same size; None cuts at SHARD_BYTES.
+        seed: the same seed gives the same bytes.
+        force: replace a checkpoint that is there.
+
+    Raises:
+        RequestError: an unknown model, too many layers or shards, or files that would be overwritten.
+        MachineError: there is not enough room, or writing failed.
     """
-    return write_shards(folder, _split(list(_qwen3_specs(layers)), shards))
+    specs = _ordered(model, layers, shards)
+    return write_shards(folder, specs, seed, keep=not force)
+
+
+def qwen3_moe(folder: Path, layers: int, shards: int) -> Case:
+    """Qwen3-30B-A3B's geometry in bf16, cut to some layers: 1.22 GB a layer and 1.24 GB of embeddings."""
+    return write_shards(folder, in_shards(MODELS["qwen3-30b-a3b"].specs(layers), shards))
 
 
 def nvfp4_moe(
@@ -85,68 +117,14 @@ def nvfp4_moe(
     return write_shards(folder, parts)
 
 
-def write_shards(folder: Path, shards: list[list[Spec]]) -> Case:
-    """Writes one file a list of tensors, and an index when there is more than one.
-
-    Args:
-        folder: made if it is not there; files of the same names are overwritten.
-        shards: the tensors of each file, in file order.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    block = _block()
-    count = len(shards)
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    if count == 1:
-        names = ["model.safetensors"]
-    with ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0)))) as pool:
-        for number, (name, specs) in enumerate(zip(names, shards, strict=True)):
-            _write_file(folder / name, specs, block, number, pool)
-    every = [spec for specs in shards for spec in specs]
-    total = sum(spec.nbytes for spec in every)
-    if count > 1:
-        weight_map = {spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    return Case(folder, tuple(folder / name for name in names), len(every), total)
-
-
-def _qwen3_specs(layers: int) -> Iterator[Spec]:
-    hidden, experts, inner, vocabulary = 2048, 128, 768, 151936
-    small = (
-        ("input_layernorm.weight", (hidden,)),
-        ("post_attention_layernorm.weight", (hidden,)),
-        ("self_attn.q_proj.weight", (4096, hidden)),
-        ("self_attn.k_proj.weight", (512, hidden)),
-        ("self_attn.v_proj.weight", (512, hidden)),
-        ("self_attn.o_proj.weight", (hidden, 4096)),
-        ("self_attn.q_norm.weight", (128,)),
-        ("self_attn.k_norm.weight", (128,)),
-        ("mlp.gate.weight", (experts, hidden)),
-    )
-    each = (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner)))
-    yield Spec("model.embed_tokens.weight", "BF16", (vocabulary, hidden))
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        for name, shape in small:
-            yield Spec(prefix + name, "BF16", shape)
-        for expert in range(experts):
-            for name, shape in each:
-                yield Spec(f"{prefix}mlp.experts.{expert}.{name}.weight", "BF16", shape)
-    yield Spec("model.norm.weight", "BF16", (hidden,))
-    yield Spec("lm_head.weight", "BF16", (vocabulary, hidden))
-
-
-def _expert(i: int) -> str:
-    return f"model.layers.{i // 384}.mlp.experts.{i % 384 // 3}.{('gate', 'up', 'down')[i % 3]}_proj."
-
-
-def _split(specs: list[Spec], shards: int) -> list[list[Spec]]:
-    """Cuts the list into shards of about the same bytes, in order."""
-    share = sum(spec.nbytes for spec in specs) / shards
+def in_shards(specs: Sequence[Spec], shards: int | None) -> list[list[Spec]]:
+    """Cuts the list into so many shards of about the same bytes, or at SHARD_BYTES; in order."""
+    share = SHARD_BYTES if shards is None else sum(spec.nbytes for spec in specs) / shards
     parts: list[list[Spec]] = [[]]
     held = 0
     for spec in specs:
-        if held >= share and len(parts) < shards:
+        full = held + spec.nbytes > share if shards is None else held >= share and len(parts) < shards
+        if full and parts[-1]:
             parts.append([])
             held = 0
         parts[-1].append(spec)
@@ -154,13 +132,117 @@ def _split(specs: list[Spec], shards: int) -> list[list[Spec]]:
     return parts
 
 
-def _block() -> bytes:
-    # Clearing one bit of the exponent keeps every bf16 finite.
-    words = np.random.default_rng(0).integers(0, 2**16, _BLOCK_BYTES // 2, dtype=np.uint16)
-    return bytes((words & np.uint16(0xBFFF)).data)
+def write_shards(folder: Path, shards: Sequence[Sequence[Spec]], seed: int = 0, keep: bool = False) -> Case:
+    """Writes one file a list of tensors, and an index when there is more than one.
+
+    Args:
+        folder: made if it is not there.
+        shards: the tensors of each file, in file order.
+        seed: of the bytes.
+        keep: refuse where the folder holds a checkpoint; else that is removed first.
+
+    Raises:
+        RequestError: something is there already.
+        MachineError: there is not enough room, or writing failed.
+    """
+    count = len(shards)
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    if count == 1:
+        names = ["model.safetensors"]
+    total = sum(spec.nbytes for specs in shards for spec in specs)
+    try:
+        _clear(folder, keep)
+        _check_room(folder, total)
+        _write_all(folder, names, shards, seed)
+    except OSError as error:
+        if error.errno not in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EACCES,
+            errno.EROFS,
+            errno.EIO,
+            errno.ENOTDIR,
+        ):
+            raise
+        raise MachineError(f"{error.filename or folder}: cannot write: {error.strerror}") from error
+    tensors = sum(len(specs) for specs in shards)
+    return Case(folder, tuple(folder / name for name in names), tensors, total)
 
 
-def _header(specs: list[Spec]) -> tuple[bytes, int]:
+def _ordered(name: str, layers: int | None, shards: int | None) -> list[list[Spec]]:
+    """The tensors of each shard in the order in which the safetensors library writes them."""
+    model = MODELS.get(name)
+    if model is None:
+        raise RequestError(f"no geometry is called {name!r}; there are {', '.join(MODELS)}")
+    if layers is not None and not 1 <= layers <= model.layers:
+        raise RequestError(f"{name} has {model.layers} layers, {layers} were asked for")
+    specs = model.specs(layers)
+    if shards is not None and not 1 <= shards <= len(specs):
+        raise RequestError(f"{shards} shards cannot be made of {len(specs)} tensors")
+    # Larger dtypes first, then by name: the order of the library's own serializer.
+    return [
+        sorted(part, key=lambda spec: (-dtypes.BY_CODE[spec.dtype].id, spec.name))
+        for part in in_shards(specs, shards)
+    ]
+
+
+def _expert(i: int) -> str:
+    return f"model.layers.{i // 384}.mlp.experts.{i % 384 // 3}.{('gate', 'up', 'down')[i % 3]}_proj."
+
+
+def _clear(folder: Path, keep: bool) -> None:
+    """Makes the folder and takes away what an earlier run left in it, or refuses."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(f"*{_UNFINISHED}"):
+        leftover.unlink()
+    there = [*folder.glob(_INDEX), *sorted(folder.glob("*.safetensors"))]
+    if there and keep:
+        raise RequestError(
+            f"{folder} holds a checkpoint already: {there[-1].name} and {len(there) - 1} more files; "
+            "another folder, or --force to replace it"
+        )
+    for file in there:
+        file.unlink()
+
+
+def _check_room(folder: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise MachineError(
+            f"{folder}: {nbytes / 1e9:.2f} GB are to be written, {free / 1e9:.2f} GB are free; fewer layers?"
+        )
+
+
+def _write_all(folder: Path, names: Sequence[str], shards: Sequence[Sequence[Spec]], seed: int) -> None:
+    block = _block(seed)
+    written = [*names]
+    try:
+        with ThreadPoolExecutor(min(16, usable_cpus())) as pool:
+            for number, (name, specs) in enumerate(zip(names, shards, strict=True)):
+                _write_file(folder / (name + _UNFINISHED), specs, block, number, pool)
+        if len(names) > 1:
+            weight_map = {s.name: name for name, specs in zip(names, shards, strict=True) for s in specs}
+            total = sum(spec.nbytes for specs in shards for spec in specs)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            written.insert(0, _INDEX)
+            text = json.dumps(index, indent=2) + "\n"
+            (folder / (_INDEX + _UNFINISHED)).write_text(text, encoding="utf-8")
+        for name in written:
+            (folder / (name + _UNFINISHED)).rename(folder / name)
+    except BaseException:
+        for leftover in folder.glob(f"*{_UNFINISHED}"):
+            leftover.unlink()
+        raise
+
+
+def _block(seed: int) -> bytes:
+    # Bit 6 is the top bit of the exponent in the last byte of bf16 and f32 and in every byte of f8_e4m3:
+    # cleared in all bytes, every value is finite wherever its tensor begins.
+    raw = np.random.default_rng(seed).integers(0, 256, _BLOCK_BYTES, dtype=np.uint8)
+    return bytes((raw & np.uint8(0xBF)).data)
+
+
+def _header(specs: Sequence[Spec]) -> tuple[bytes, int]:
     """The file's beginning (length field and JSON), and the bytes of data that follow it."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -173,7 +255,9 @@ def _header(specs: list[Spec]) -> tuple[bytes, int]:
     return struct.pack("<Q", len(text)) + text, offset
 
 
-def _write_file(file: Path, specs: list[Spec], block: bytes, number: int, pool: ThreadPoolExecutor) -> None:
+def _write_file(
+    file: Path, specs: Sequence[Spec], block: bytes, number: int, pool: ThreadPoolExecutor
+) -> None:
     header, data = _header(specs)
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
@@ -182,17 +266,20 @@ def _write_file(file: Path, specs: list[Spec], block: bytes, number: int, pool: 
 
         def write(start: int) -> None:
             nbytes = min(_WRITE_BYTES, data - start)
-            _write_part(fd, len(header) + start, nbytes, block, number * 7919 + start)
+            _write_part(fd, len(header) + start, nbytes, block, _place(number, start, len(block)))
 
         list(pool.map(write, range(0, data, _WRITE_BYTES)))
     finally:
         os.close(fd)
 
 
-def _write_part(fd: int, offset: int, nbytes: int, block: bytes, key: int) -> None:
+def _place(file: int, start: int, length: int) -> int:
+    """Where in the block a part of a file begins: spread over all of it (Knuth's multiplicative hashing)."""
+    return (((file << 40) + start) * 0x9E3779B97F4A7C15 % (1 << 64) >> 16) % length
+
+
+def _write_part(fd: int, offset: int, nbytes: int, block: bytes, source: int) -> None:
     view = memoryview(block)
-    # An odd multiplier spreads the starting places; even ones keep bf16 values whole.
-    source = key * 2654435761 % len(block) & ~1
     while nbytes:
         step = os.pwrite(fd, view[source : source + nbytes], offset)
         offset, nbytes, source = offset + step, nbytes - step, (source + step) % len(block)

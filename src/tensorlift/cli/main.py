@@ -6,7 +6,7 @@ import importlib.metadata
 
 import typer
 
-from tensorlift.cli import doctor, load, show
+from tensorlift.cli import digest, doctor, load, show, synth, verify
 from tensorlift.cli.console import EXIT_CODES
 
 __all__ = ["app", "main"]
@@ -27,6 +27,9 @@ app = typer.Typer(
 app.command("load")(load.command)
 app.command("show")(show.command)
 app.command("doctor")(doctor.command)
+app.command("digest")(digest.command)
+app.command("verify")(verify.command)
+app.command("synth")(synth.command)
 
 
 def _version(wanted: bool) -> None:
