@@ -4,6 +4,7 @@
     |- FileError                        a file or checkpoint is not what it should be
     |  |- HeaderError                   the header of a safetensors file breaks a rule of the format
     |  |- TruncatedError                a file is shorter than its header says, or became so
+    |  |- DigestError                   a tensor is not what its digest says, or a file of digests is wrong
     |  |- CheckpointError               files do not make a checkpoint: index, shards, names
     |  '- CheckpointNotFoundError       nothing at that path (also a FileNotFoundError)
     |- MachineError                     this machine could not do it
@@ -29,6 +30,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "DeviceError",
+    "DigestError",
     "DriverError",
     "DtypeError",
     "FileError",
@@ -60,6 +62,10 @@ class HeaderError(FileError):
 
 class TruncatedError(FileError):
     """A file is shorter than its header says, or became so while it was read."""
+
+
+class DigestError(FileError):
+    """A tensor is not what its digest says, or there are no digests that fit the checkpoint."""
 
 
 class CheckpointError(FileError):

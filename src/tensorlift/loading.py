@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 
@@ -42,6 +43,7 @@ from tensorlift.tensors.transfer import Clock, Transfer
 __all__ = ["LoadedState", "Weights", "load", "load_into", "open"]
 
 Report = Callable[[int, int], object]
+Verify: TypeAlias = "bool | str | os.PathLike[str] | Mapping[str, str] | None"
 
 
 class LoadedState(dict[str, torch.Tensor]):
@@ -59,7 +61,12 @@ class LoadedState(dict[str, torch.Tensor]):
 
 
 def load(
-    path: Any, device: str | int | torch.device = "cpu", *, names: Names = None, **options: object
+    path: Any,
+    device: str | int | torch.device = "cpu",
+    *,
+    names: Names = None,
+    verify: Verify = None,
+    **options: object,
 ) -> LoadedState:
     """Loads a checkpoint: a dict of tensors by name, in file order, every one owned.
 
@@ -67,13 +74,16 @@ def load(
     device: "cpu", "cuda" (the current one), "cuda:1" or a torch.device.
     names: only these tensors: an exact name, a glob, a compiled regular expression (of the whole name),
         a predicate, or a list of such.
+    verify: compare each tensor with its digest: True takes what ``tensorlift digest`` wrote beside the files,
+        a path names it (each loaded tensor has to be in it, with its dtype and shape); a mapping from names
+        to 32 hexadecimal digits checks those tensors alone. None: ``TENSORLIFT_VERIFY``, else nothing.
     options: the fields of LoadOptions; an explicit value wins over ``TENSORLIFT_<NAME>``.
 
     The dict's ``stats`` is a LoadStats. On a device, the bytes are there for work on the current stream.
     Raises errors of the tree below TensorliftError; nothing is left behind then.
     """
     begin = time.perf_counter()
-    settings = LoadOptions.resolve(**options)
+    settings = LoadOptions.resolve(verify=verify, **options)
     memory = memories.for_device(device)
     with traced(settings.trace) as trace:
         return _load(path, memory, names, settings, Clock(trace), begin)
@@ -84,8 +94,9 @@ def _load(
 ) -> LoadedState:
     checkpoint = _headers(path, clock)
     rows = checkpoint.select(names)
+    expected = sources.expected_digests(checkpoint, rows, settings)
     rules = _rules(_budget(settings, memory), memory, uniform=False)
-    transfer = Transfer(checkpoint, rows, memory, settings, rules, clock)
+    transfer = Transfer(checkpoint, rows, memory, settings, rules, clock, expected)
     state = LoadedState()
     try:
         with reporter(settings.progress) as report:
@@ -107,14 +118,20 @@ def _load(
 
 
 def open(
-    path: Any, device: str | int | torch.device = "cpu", *, names: Names = None, **options: object
+    path: Any,
+    device: str | int | torch.device = "cpu",
+    *,
+    names: Names = None,
+    verify: Verify = None,
+    **options: object,
 ) -> Weights:
     """Opens a checkpoint for one pass over its tensors; arguments and errors as for load().
 
     Headers are read and checked here; data is read from the first step of the iteration on, ``buffer_size``
-    bytes ahead of the consumer.
+    bytes ahead of the consumer. With ``verify`` a tensor is right when it is handed out: DigestError comes
+    before those that were read together with a wrong one.
     """
-    settings = LoadOptions.resolve(**options)
+    settings = LoadOptions.resolve(verify=verify, **options)
     return Weights(path, memories.for_device(device), names, settings)
 
 
@@ -134,6 +151,7 @@ class Weights:
             self._clock = Clock(ending.enter_context(traced(settings.trace)))
             self._checkpoint = _headers(path, self._clock)
             self._rows = self._checkpoint.select(names)
+            self._expected = sources.expected_digests(self._checkpoint, self._rows, settings)
             # From here on the end of the pass, or close(), ends the trace.
             self._ending = ending.pop_all()
         self._pass: _Pass | None = None
@@ -188,7 +206,9 @@ class Weights:
         settings, memory = self._settings, self._memory
         limits = _budget(settings, memory)
         rules = _rules(limits, memory, uniform=True)
-        transfer = Transfer(self._checkpoint, self._rows, memory, settings, rules, self._clock)
+        transfer = Transfer(
+            self._checkpoint, self._rows, memory, settings, rules, self._clock, self._expected
+        )
         self._pass = _Pass(transfer, limits.buffer_size, self._ending)
         self._pass.seconds = time.perf_counter() - begin
         generator = self._pass.run(settings)
@@ -259,6 +279,7 @@ def load_into(
     *,
     strict: bool = True,
     names: Names = None,
+    verify: Verify = None,
     **options: object,
 ) -> Filled:
     """Reads a checkpoint straight into the parameters and buffers of a module, or into a dict of tensors.
@@ -269,20 +290,23 @@ def load_into(
 
     strict: raise MismatchError for names of the model that the checkpoint lacks, or the other way round
         (ties satisfy it). With ``names``, only names that it selects count on either side.
+    verify: as for load(); the bytes of the file are what is compared, before a dtype is converted. What is
+        filled in place is in the parameters already when DigestError comes.
 
     Returns ``missing_keys``, ``unexpected_keys`` and ``stats``. After an error that comes while bytes are
     read, the contents of the destinations are undefined. Autograd sees the change as an in-place one. Raises
     as load() does, and RequestError for a meta tensor, MismatchError listing every shape that differs.
     """
     begin = time.perf_counter()
-    settings = LoadOptions.resolve(**options)
+    settings = LoadOptions.resolve(verify=verify, **options)
     if names is not None and not (isinstance(names, (str, re.Pattern)) or callable(names)):
         names = list(names)
     with traced(settings.trace) as trace:
         clock = Clock(trace)
         checkpoint = _headers(path, clock)
         rows = checkpoint.select(names)
-        filled = fill(model, checkpoint, rows, names, strict, settings, clock)
+        expected = sources.expected_digests(checkpoint, rows, settings)
+        filled = fill(model, checkpoint, rows, names, strict, settings, clock, expected)
     return Filled(
         filled.missing_keys, filled.unexpected_keys, _timed(filled.stats, time.perf_counter() - begin)
     )

@@ -31,9 +31,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([A-Za-z]*)\s*")
 _SIZE_FORM = 'a size above 0: a number of bytes, or text such as "512KiB", "64MiB" or "1GB"'
-_WORDS = {word: True for word in ("1", "true", "yes", "on")} | {
-    word: False for word in ("0", "false", "no", "off")
-}
+_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 # The engine takes 64-bit sizes, and it counts threads and reads in 32 bits; a machine has fewer than these.
 _LARGEST_SIZE = 1 << 62
 _LARGEST_COUNT = 4096
@@ -189,17 +187,18 @@ class LoadOptions:
         _parse_trace,
         "path of a file to write",
         "none",
-        "What each thread did when, in the Trace Event format, which ui.perfetto.dev opens; written at the end of "
-        "a load, after an error too (safe_open writes one in get_tensors() alone). Each load replaces the file; "
-        "{pid} in the path becomes the process's id.",
+        "What each thread did when, in the Trace Event format, which ui.perfetto.dev opens; written at the "
+        "end of a load, after an error too (safe_open writes one in get_tensors() alone). Each load replaces "
+        "the file; {pid} in the path becomes the process's id.",
     )
 
-    verify: bool | str | Mapping[str, str] | None = _setting(  # noqa: RUF009 - makes a field
+    verify: bool | str | Mapping[str, str] | None = _setting(
         _parse_verify,
         "true, false, or a path",
         "false",
-        "Compare each tensor with its digest before it is handed out: true finds what 'tensorlift digest' wrote "
-        "beside the files, a path names it; in Python also a mapping from tensor names to digests.",
+        "Compare each tensor with its digest before it is handed out: true finds what "
+        "'tensorlift digest' wrote beside the files, a path names it; in Python also a mapping from names to "
+        "digests.",
     )
 
     def __post_init__(self) -> None:

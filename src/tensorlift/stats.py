@@ -45,6 +45,8 @@ class LoadStats:
     """Copies issued to the device."""
     slot_wait_seconds: float = 0.0
     """Summed over threads: no slot was free, so the device was the limit."""
+    verified: int = 0
+    """Tensors that were compared with their digests, and are right."""
 
     @property
     def rate(self) -> float:

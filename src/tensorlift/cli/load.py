@@ -145,7 +145,8 @@ def _parameters() -> Iterator[tuple[str, Any, Any]]:
 
 
 def _metavar(name: str, unit: str) -> str:
-    return "FILE" if name == "trace" else "SIZE" if unit == "bytes" else "NUMBER"
+    special = {"trace": "FILE", "verify": "true|FILE"}
+    return special.get(name) or ("SIZE" if unit == "bytes" else "NUMBER")
 
 
 def _build() -> Callable[..., None]:

@@ -358,14 +358,18 @@ class Abi:
         return capsules
 
 
-def digest_parts(data: npt.NDArray[np.uint8], edges: npt.NDArray[np.int64], made: npt.NDArray[np.uint8]) -> None:
+def digest_parts(
+    data: npt.NDArray[np.uint8], edges: npt.NDArray[np.int64], made: npt.NDArray[np.uint8]
+) -> None:
     """``made[i]`` (16 bytes, big endian): XXH3-128 of the bytes from ``edges[i]`` to ``edges[i + 1]``.
 
     All arrays contiguous. Keeps the GIL, so for few bytes a part.
     """
     function, source, target = library().call["tl_digest"], data.ctypes.data, made.ctypes.data
     begins, nbytes = (edges[:-1] + source).tolist(), np.diff(edges).tolist()
-    for begin, size, place in zip(begins, nbytes, range(target, target + made.nbytes, DIGEST_BYTES), strict=True):
+    for begin, size, place in zip(
+        begins, nbytes, range(target, target + made.nbytes, DIGEST_BYTES), strict=True
+    ):
         function(begin, size, place)
 
 

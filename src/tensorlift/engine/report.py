@@ -44,6 +44,7 @@ class EngineReport:
         arenas: int,
         device_peak_bytes: int,
         seconds: Mapping[str, float],
+        verified: int = 0,
     ) -> LoadStats:
         """The record of a load, with what the engine does not know."""
         return LoadStats(
@@ -63,6 +64,7 @@ class EngineReport:
             arenas=arenas,
             copies=self.copies,
             slot_wait_seconds=self.slot_wait_seconds,
+            verified=verified,
         )
 
 

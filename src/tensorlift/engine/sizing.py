@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tensorlift.engine import machine
 from tensorlift.errors import OptionError
 from tensorlift.options import LoadOptions
+from tensorlift.plan.chunks import CHUNK as DIGESTED
 
 __all__ = ["Budget", "EngineSize", "Facts", "budget", "facts_of_this_machine", "size_engine"]
 
@@ -67,8 +68,11 @@ def _up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def size_engine(options: LoadOptions, nbytes: int, *, device: bool, facts: Facts | None = None) -> EngineSize:
-    """Decides the engine for a load of ``nbytes`` bytes; ``device``: through pinned slots, not in place.
+def size_engine(
+    options: LoadOptions, nbytes: int, *, device: bool, digest: bool = False, facts: Facts | None = None
+) -> EngineSize:
+    """Decides the engine for a load of ``nbytes`` bytes; ``device``: through pinned slots, not in place;
+    ``digest``: pieces are digested, so a slot holds a whole one.
 
     Raises OptionError where explicit sizes do not fit each other.
     """
@@ -77,22 +81,24 @@ def size_engine(options: LoadOptions, nbytes: int, *, device: bool, facts: Facts
     chunk = options.chunk_size or min(CHUNK, work)
     reads = -(-work // chunk)
     threads = options.threads or max(1, min(facts.cpus, MOST_THREADS, reads))
-    slot, pinned = _ring(options, work, chunk, facts) if device else (chunk, 2 * chunk)
+    # What is digested lies in one slot, and is digested by the thread that filled the last part of it.
+    least = _up(min(DIGESTED, work), chunk) if digest else chunk
+    slot, pinned = _ring(options, work, chunk, least, facts) if device else (least, 2 * least)
     return EngineSize(
         chunk, slot, pinned, threads, options.io_depth or IO_DEPTH, options.backend or ("AUTO",)
     )
 
 
-def _ring(options: LoadOptions, work: int, chunk: int, facts: Facts) -> tuple[int, int]:
+def _ring(options: LoadOptions, work: int, chunk: int, least: int, facts: Facts) -> tuple[int, int]:
     """(slot, pinned) of a device load: whole chunks, whole slots, at least two, no more than is needed."""
     ring = options.pinned_bytes or max(min(RING, (facts.cache or 2 * RING) // 2), LEAST_SLOTS * SMALL_SLOT)
     if options.slot_size is not None:
-        slot = _up(options.slot_size, chunk)
+        slot = max(_up(options.slot_size, chunk), least)
     else:
         slot = SLOT if ring >= LEAST_SLOTS * SLOT else SMALL_SLOT
         # Half of the work a slot: the second is read while the first is copied.
         slot = min(slot, _up(-(-work // 2), PAGE), ring // 2)
-        slot = max(slot // chunk, 1) * chunk
+        slot = max(slot // chunk * chunk, least)
     if options.pinned_bytes is not None and ring < 2 * slot:
         raise OptionError(
             f"pinned_bytes is {ring}, which holds less than two slots of {slot} bytes; "

@@ -1,10 +1,12 @@
 """From what a caller names to headers that are read: files, lists, folders, indexes, Hub caches and Hub ids.
 
-`find` looks at names (and at an index's text), `read_headers` opens each file once. Which files make a
-checkpoint is decided in `format.listing`, how they are joined in `format.checkpoint`.
+`find` looks at names (and at an index's text), `read_headers` opens each file once, `expected_digests`
+reads a sidecar. Which files make a checkpoint is decided in `format.listing`, how they are joined in
+`format.checkpoint`.
 """
 
 from tensorlift.sources.finding import Found, PathLike, Source, find
 from tensorlift.sources.reading import read_headers
+from tensorlift.sources.sidecars import expected_digests
 
-__all__ = ["Found", "PathLike", "Source", "find", "read_headers"]
+__all__ = ["Found", "PathLike", "Source", "expected_digests", "find", "read_headers"]

@@ -13,6 +13,7 @@ import torch
 from tensorlift.engine.sizing import budget
 from tensorlift.errors import MismatchError, TensorNotFoundError
 from tensorlift.format.checkpoint import Checkpoint, Names
+from tensorlift.format.digests import Expected
 from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
 from tensorlift.stats import LoadStats, merged, reporter
@@ -46,6 +47,7 @@ def fill(
     strict: bool,
     options: LoadOptions,
     clock: Clock,
+    expected: Expected | None = None,
 ) -> Filled:
     """Fills the tensors of ``model`` from the selected ``rows``; see loading.load_into."""
     with clock.phase("plan"), collector_paused():
@@ -56,7 +58,7 @@ def fill(
         check_expressible(checkpoint, np.array(sorted(t.row for t in found.targets), np.int64))
         spaces = {device: memories.for_device(device) for device in _devices(found.targets)}
         directs = [
-            Direct(checkpoint, targets, spaces[device], options, clock.trace)
+            Direct(checkpoint, targets, spaces[device], options, clock.trace, expected)
             for device, targets in _by_device(found.direct).items()
         ]
     copies = _by_device([*found.copied, *found.ordered])
@@ -75,7 +77,7 @@ def fill(
         stack.callback(held.clear)
         ordered = {target.name for target in found.ordered}
         for device, targets in copies.items():
-            transfers.append(_copying(checkpoint, targets, spaces[device], options, clock))
+            transfers.append(_copying(checkpoint, targets, spaces[device], options, clock, expected))
             stack.callback(transfers[-1].close)
             progress.parts.append(transfers[-1])
             _copy_all(transfers[-1], targets, ordered, held, progress.tick)
@@ -137,11 +139,13 @@ def _copying(
     memory: memories.Memory,
     options: LoadOptions,
     clock: Clock,
+    expected: Expected | None,
 ) -> Transfer:
     device = memory.native_kind != 0
     limits = budget(options, device=device, free=memory.free_bytes())
     rows = np.array(sorted(target.row for target in targets), np.int64)
-    return Transfer(checkpoint, rows, memory, options, Rules(limits.arena_size, device, uniform=True), clock)
+    rules = Rules(limits.arena_size, device, uniform=True)
+    return Transfer(checkpoint, rows, memory, options, rules, clock, expected)
 
 
 def _copy_all(

@@ -11,16 +11,19 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tensorlift.engine.digesting import Checks
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.report import EngineReport, report_of
 from tensorlift.engine.sizing import size_engine
 from tensorlift.engine.trace import Trace
 from tensorlift.format.checkpoint import Checkpoint
+from tensorlift.format.digests import Expected
 from tensorlift.options import LoadOptions
 from tensorlift.plan import pieces as plan_pieces
 from tensorlift.plan.arenas import Layout, Rules, Wanted, lay_out
@@ -68,8 +71,12 @@ class Transfer:
         options: LoadOptions,
         rules: Rules,
         clock: Clock,
+        expected: Expected | None = None,
     ) -> None:
-        """Lays out ``rows`` and makes an engine; starts no thread and takes no memory for tensors yet."""
+        """Lays out ``rows`` and makes an engine; starts no thread and takes no memory for tensors yet.
+
+        ``expected``: digests that wait() compares with.
+        """
         self.memory, self.clock = memory, clock
         with clock.phase("plan"), collector_paused():
             self.table = Table(checkpoint, rows)
@@ -79,11 +86,14 @@ class Transfer:
             self._last_use = _last_use(self.layout)
             self._first_arenas = _arenas_begun(self.layout)
             device = memory.native_kind != 0
-            size = size_engine(options, int(self.layout.arena_used.sum()), device=device)
+            used, digest = int(self.layout.arena_used.sum()), expected is not None
+            size = size_engine(options, used, device=device, digest=digest)
             self._engine = Engine(
                 size, memory.native_kind, memory.native_index, trace=clock.trace is not None
             )
             self._files = _add_files(self._engine, checkpoint, self.table.files)
+            self._checks = None if expected is None else Checks(self._engine, checkpoint, rows, expected)
+            self._checked = 0
         self._arenas: dict[int, Arena] = {}
         self._addresses = np.zeros(len(self.layout.arena_nbytes), np.uint64)
         self._submitted = 0
@@ -124,7 +134,20 @@ class Transfer:
                 self._arenas[arena], self._addresses[arena] = made, made.address
         self.held_bytes += sum(sizes)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        low, high = self._run_edges[first], self._run_edges[first + count]
+        checks = self._checks
+        if checks is None:
+            pieces = self._run_pieces(first, first + count)
+            self._tickets += self._run_edges[first + 1 : first + count + 1]
+        else:
+            pieces = self._tensor_pieces(checks, first, first + count)
+            self._tickets += map(checks.ticket, self._batch_edges[first + 1 : first + count + 1])
+        if len(pieces):
+            self._engine.submit(pieces, self.memory.stream())
+
+    def _run_pieces(self, first: int, last: int) -> npt.NDArray[Any]:
+        """Pieces of batches [first, last)."""
+        layout = self.layout
+        low, high = self._run_edges[first], self._run_edges[last]
         runs = slice(low, high)
         owners = layout.run_arena[runs]
         pieces = plan_pieces.new_pieces(
@@ -136,9 +159,15 @@ class Transfer:
         # Runs of one arena that come one after another belong to one batch: nothing but padding lies between
         # them.
         pieces["flags"][1:] = np.where(owners[1:] == owners[:-1], plan_pieces.JOIN, 0)
-        if len(pieces):
-            self._engine.submit(pieces, self.memory.stream())
-        self._tickets += self._run_edges[first + 1 : first + count + 1]
+        return pieces
+
+    def _tensor_pieces(self, checks: Checks, first: int, last: int) -> npt.NDArray[Any]:
+        """As _run_pieces, for tensors that are to be checked."""
+        low, high = self._batch_edges[first], self._batch_edges[last]
+        owners = self.layout.arenas[low:high]
+        # A tensor of no bytes has no arena, and no piece either.
+        addresses = self._addresses[owners] + self.layout.offsets[low:high].astype(np.uint64)
+        return checks.pieces(low, high, self._files[self.table.files[low:high]], addresses, owners)
 
     def tensors(self, batch: int) -> list[torch.Tensor]:
         """The tensors of a submitted batch. Their bytes are there once wait(batch) has returned."""
@@ -150,12 +179,23 @@ class Transfer:
             return self.table.tensors(first, last, arena, self.layout.offsets[first:last], self.memory)
 
     def wait(self, batch: int, tick: Tick | None = None) -> None:
-        """Waits until a batch is there for work on the caller's stream; raises what stopped the engine."""
+        """Waits until a batch is there for work on the caller's stream; raises what stopped the engine.
+
+        Where digests are expected, all batches up to this one are compared first: DigestError.
+        """
         with self.clock.phase("read", batch=batch):
+            if self._checks is not None:
+                self._check(self._checks, batch, tick)
             self._engine.wait(self._tickets[batch], tick)
             if self.memory.native_kind != 0:
                 self._engine.stream_wait(self.memory.stream())
                 self.memory.ready()
+
+    def _check(self, checks: Checks, last: int, tick: Tick | None) -> None:
+        for batch in range(self._checked, last + 1):
+            self._engine.wait(self._tickets[batch], tick)
+            checks.check(self._batch_edges[batch], self._batch_edges[batch + 1])
+            self._checked = batch + 1
 
     def finish(self, batch: int) -> None:
         """Lets go of the arenas that no later batch uses; tensors made of them keep them."""
@@ -190,6 +230,7 @@ class Transfer:
             files=len(np.unique(self.table.files[:done])),
             arenas=len(self.layout.arena_nbytes),
             device_peak_bytes=self.peak_bytes,
+            verified=self._checks.checked if self._checks is not None else 0,
             seconds=dict(self.clock.seconds),
         )
 

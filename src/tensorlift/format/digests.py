@@ -1,0 +1,299 @@
+"""Digests of tensors in a sidecar: what is in it, how it is written, read, and compared with a checkpoint.
+
+    {"format": "tensorlift.digests", "version": 1, "algorithm": "xxh3-128-tree-1mib",
+     "files": [{"name": "model.safetensors", "nbytes": 4096}],
+     "tensors": [{"name": "w", "file": "model.safetensors", "dtype": "BF16", "shape": [2, 2], "nbytes": 8,
+                  "digest": "32 hexadecimal digits"}]}
+
+The digest of a tensor is XXH3-128 of its chunks' digests, one after another, 16 bytes each in canonical (big
+endian) order; a chunk is 1 MiB counted from the tensor's first byte, the last one what is left. That a
+tensor of one chunk is digested twice and one of no bytes gives the digest of nothing needs no rule of its
+own. Names of files are relative to the folder that holds them all; they are compared, never opened. It guards
+against damage and mixed-up files, not against somebody who changes both: XXH3 is no cryptographic hash.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tensorlift.errors import DigestError, TensorNotFoundError
+from tensorlift.format.checkpoint import Checkpoint
+from tensorlift.format.dtypes import ALL
+from tensorlift.format.quoting import clean, plural, quote
+
+__all__ = [
+    "ALGORITHM",
+    "DIGEST_BYTES",
+    "LONGEST_SIDECAR",
+    "Difference",
+    "Expected",
+    "FileRecord",
+    "Sidecar",
+    "TensorRecord",
+    "decode",
+    "describe",
+    "differences",
+    "encode",
+    "expect",
+    "expect_given",
+]
+
+ALGORITHM = "xxh3-128-tree-1mib"
+DIGEST_BYTES = 16
+LONGEST_SIDECAR = 200_000_000
+"""Bytes that a sidecar may have: twice the longest header, for it repeats names, dtypes and shapes."""
+
+_FORMAT, _VERSION = "tensorlift.digests", 1
+_SHOWN = 20
+
+Digests = npt.NDArray[np.uint8]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+
+class FileRecord(msgspec.Struct, gc=False, frozen=True):
+    """One file: its name below the checkpoint's folder, and all its bytes."""
+
+    name: str
+    nbytes: _Count
+
+
+class TensorRecord(msgspec.Struct, gc=False, frozen=True):
+    """One tensor; dtype and shape as written in the file, the digest as hexadecimal digits."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[_Count, ...]
+    nbytes: _Count
+    digest: _Hex
+
+
+class Sidecar(msgspec.Struct, frozen=True):
+    """The digests of a checkpoint: files, and tensors in file order."""
+
+    files: tuple[FileRecord, ...]
+    tensors: tuple[TensorRecord, ...]
+
+
+class _Head(msgspec.Struct):
+    format: str = ""
+    version: int = 0
+    algorithm: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What a checkpoint has otherwise than its digests say. ``kind``: "missing", "extra" or "changed"."""
+
+    kind: str
+    file: str
+    tensor: str | None
+    """None: the file itself."""
+    what: str
+
+    def __str__(self) -> str:
+        """One line for people."""
+        tensor = "" if self.tensor is None else f" tensor {quote(self.tensor)}:"
+        return f"{clean(self.file)}:{tensor} {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The digests that the rows of a checkpoint have to have: (rows, 16) bytes, where ``known``."""
+
+    digests: Digests
+    known: npt.NDArray[np.bool_]
+    where: str
+    """Who says so, for messages."""
+
+
+def describe(checkpoint: Checkpoint, digests: Digests) -> Sidecar:
+    """The sidecar of a checkpoint, from the digests of all its rows: (rows, 16) bytes."""
+    names = _file_names(checkpoint)
+    text = digests.tobytes().hex()
+    step = 2 * DIGEST_BYTES
+    return Sidecar(
+        tuple(FileRecord(name, shard.nbytes) for name, shard in zip(names, checkpoint.shards, strict=True)),
+        tuple(
+            TensorRecord(name, names[shard], ALL[dtype].code, shape, nbytes, text[at : at + step])
+            for name, shard, dtype, shape, nbytes, at in zip(
+                checkpoint.names,
+                checkpoint.shard_of.tolist(),
+                checkpoint.dtypes.tolist(),
+                checkpoint.shapes,
+                checkpoint.sizes.tolist(),
+                range(0, step * len(checkpoint), step),
+                strict=True,
+            )
+        ),
+    )
+
+
+def _file_names(checkpoint: Checkpoint) -> list[str]:
+    """Names of the shards below the folder that holds them all."""
+    paths = [os.fsdecode(shard.absolute) for shard in checkpoint.shards]
+    if not paths:
+        return []
+    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [clean(os.path.relpath(path, folder)) for path in paths]
+
+
+def encode(sidecar: Sidecar) -> bytes:
+    """JSON, a line for each file and tensor."""
+    head = msgspec.json.encode(_Head(_FORMAT, _VERSION, ALGORITHM))
+    files, tensors = (
+        b",\n".join(map(msgspec.json.encode, part)) for part in (sidecar.files, sidecar.tensors)
+    )
+    return head[:-1] + b',\n"files":[\n' + files + b'\n],\n"tensors":[\n' + tensors + b"\n]}\n"
+
+
+def decode(raw: bytes, path: str) -> Sidecar:
+    """A sidecar from its bytes; DigestError, with the place, where it is none or contradicts itself."""
+    where = clean(path)
+    if len(raw) > LONGEST_SIDECAR:
+        raise DigestError(f"{where}: more than {LONGEST_SIDECAR:,} bytes: this is no file of digests")
+    try:
+        head = msgspec.json.decode(raw, type=_Head)
+        if head.format != _FORMAT:
+            raise DigestError(
+                f"{where}: wanted a file of digests (format {_FORMAT!r}), found format {quote(head.format)}"
+            )
+        if (head.version, head.algorithm) != (_VERSION, ALGORITHM):
+            raise DigestError(
+                f"{where}: wanted version {_VERSION} and algorithm {ALGORITHM!r}, found version "
+                f"{quote(head.version)} and {quote(head.algorithm)}; make the digests again, or take the "
+                "tensorlift that made them"
+            )
+        sidecar = msgspec.json.decode(raw, type=Sidecar)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise DigestError(
+            f"{where}: this is no file of digests: {quote(str(error), 300)[1:-1]}; make it again with "
+            "'tensorlift digest'"
+        ) from None
+    _check_once([file.name for file in sidecar.files], "file", where)
+    _check_once([tensor.name for tensor in sidecar.tensors], "tensor", where)
+    files = {file.name for file in sidecar.files}
+    for tensor in sidecar.tensors:
+        if tensor.file not in files:
+            raise DigestError(
+                f"{where}: tensor {quote(tensor.name)} is said to be in {quote(tensor.file)}, which is not "
+                "among its files; make the digests again"
+            )
+    return sidecar
+
+
+def _check_once(names: Sequence[str], what: str, where: str) -> None:
+    if len(set(names)) == len(names):
+        return
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise DigestError(f"{where}: {what} {quote(name)} comes twice; make the digests again")
+        seen.add(name)
+
+
+def differences(expected: Sidecar, found: Sidecar) -> list[Difference]:
+    """All differences: files whose size changed, then tensors, in the order of ``expected``, extra ones last.
+
+    A tensor that moved to another file, or a file of another name, is none as long as the tensors are equal.
+    """
+    sizes = {file.name: file.nbytes for file in found.files}
+    result = [
+        Difference(
+            "changed", file.name, None, f"has {plural(sizes[file.name], 'byte')}, expected {file.nbytes:,}"
+        )
+        for file in expected.files
+        if sizes.get(file.name, file.nbytes) != file.nbytes
+    ]
+    there = {tensor.name: tensor for tensor in found.tensors}
+    for old in expected.tensors:
+        new = there.pop(old.name, None)
+        if new is None:
+            result.append(Difference("missing", old.file, old.name, "is missing"))
+        elif what := _changed(old, new):
+            result.append(Difference("changed", new.file, old.name, what))
+    result += [Difference("extra", new.file, new.name, "has no digest") for new in there.values()]
+    return result
+
+
+def _changed(old: TensorRecord, new: TensorRecord) -> str:
+    for what in ("dtype", "shape", "nbytes", "digest"):
+        before, after = getattr(old, what), getattr(new, what)
+        if before != after:
+            return f"{what} is {quote(after)}, expected {quote(before)}"
+    return ""
+
+
+def expect(sidecar: Sidecar, checkpoint: Checkpoint, rows: Iterable[int], where: str) -> Expected:
+    """What the given rows have to have by a sidecar.
+
+    Raises DigestError that names file and tensor where it lacks one of them, or has another dtype or shape.
+    """
+    records = {tensor.name: tensor for tensor in sidecar.tensors}
+    digests, known = _nothing(checkpoint)
+    wrong: list[str] = []
+    wanted = list(rows)
+    for row in wanted:
+        name = checkpoint.names[row]
+        record, code = records.get(name), ALL[int(checkpoint.dtypes[row])].code
+        who = f"{clean(checkpoint.shards[int(checkpoint.shard_of[row])].path)}: tensor {quote(name)}:"
+        if record is None:
+            wrong.append(f"{who} has no digest")
+        elif (record.dtype, record.shape) != (code, checkpoint.shapes[row]):
+            wrong.append(
+                f"{who} is {code} {quote(checkpoint.shapes[row])}, expected {quote(record.dtype)[1:-1]} "
+                f"{quote(record.shape)}"
+            )
+        else:
+            digests[row] = np.frombuffer(bytes.fromhex(record.digest), np.uint8)
+            known[row] = True
+    if wrong:
+        raise DigestError(
+            f"{clean(where)} does not fit {clean(checkpoint.where)}: of {plural(len(wanted), 'tensor')} "
+            f"{len(wrong):,} differ{'s' if len(wrong) == 1 else ''}; are these the digests of another model, "
+            f"or older than the files?\n  {listed(wrong)}"
+        )
+    return Expected(digests, known, where)
+
+
+def expect_given(given: Mapping[str, str], checkpoint: Checkpoint) -> Expected:
+    """What a caller's own digests ask for: only the tensors that they name are checked.
+
+    Raises TensorNotFoundError for a name that is not in the checkpoint, DigestError for text that is no
+    digest.
+    """
+    digests, known = _nothing(checkpoint)
+    for name, text in given.items():
+        try:
+            row = checkpoint.index(name)
+        except TensorNotFoundError as error:
+            raise TensorNotFoundError(f"{error} (verify= has a digest for it)") from None
+        try:
+            raw = bytes.fromhex(text)
+        except (TypeError, ValueError):
+            raw = b""
+        if len(raw) != DIGEST_BYTES:
+            raise DigestError(
+                f"verify: the digest of {quote(name)} is {quote(text)}; expected {2 * DIGEST_BYTES} "
+                "hexadecimal digits, as 'tensorlift digest' writes them"
+            )
+        digests[row], known[row] = np.frombuffer(raw, np.uint8), True
+    return Expected(digests, known, "verify=")
+
+
+def _nothing(checkpoint: Checkpoint) -> tuple[Digests, npt.NDArray[np.bool_]]:
+    return np.zeros((len(checkpoint), DIGEST_BYTES), np.uint8), np.zeros(len(checkpoint), bool)
+
+
+def listed(lines: Sequence[str]) -> str:
+    """Lines for a message, the first of many only."""
+    more = [f"and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
+    return "\n  ".join([*lines[:_SHOWN], *more])

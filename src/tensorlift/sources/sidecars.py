@@ -1,0 +1,157 @@
+"""Where the digests of a checkpoint lie: found, read and written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorlift.errors import DigestError, RequestError
+from tensorlift.format.checkpoint import Checkpoint
+from tensorlift.format.digests import (
+    LONGEST_SIDECAR,
+    Expected,
+    Sidecar,
+    decode,
+    encode,
+    expect,
+    expect_given,
+)
+from tensorlift.format.listing import INDEX_SUFFIX
+from tensorlift.format.quoting import clean
+from tensorlift.options import LoadOptions
+from tensorlift.sources.problems import refused
+
+__all__ = [
+    "FILE_SUFFIX",
+    "FOLDER_NAME",
+    "expected_digests",
+    "find_sidecar",
+    "read_sidecar",
+    "sidecar_to_write",
+    "write_sidecar",
+]
+
+FOLDER_NAME = "tensorlift.digests.json"
+"""The sidecar of a folder lies in it."""
+FILE_SUFFIX = ".digests.json"
+"""The sidecar of a single file is called like it, with this behind."""
+
+
+def expected_digests(
+    checkpoint: Checkpoint, rows: npt.NDArray[np.int64], options: LoadOptions
+) -> Expected | None:
+    """What ``options.verify`` asks of the given rows; None where nothing is to be checked.
+
+    Raises DigestError where there are no digests, or they do not fit the headers; reads no tensor.
+    """
+    verify = options.verify
+    if verify is None or verify is False:
+        return None
+    if isinstance(verify, Mapping):
+        return expect_given(verify, checkpoint)
+    path = find_sidecar(checkpoint) if verify is True else verify
+    return expect(read_sidecar(path), checkpoint, rows.tolist(), path)
+
+
+def _folder_of(checkpoint: Checkpoint) -> str | None:
+    """The folder that the caller meant, or that all files lie in; None for files of several folders."""
+    where = checkpoint.where
+    if os.path.isdir(where) and not _is_hub_folder(checkpoint, where):
+        return where
+    if where.lower().endswith(INDEX_SUFFIX):
+        return os.path.dirname(where)
+    folders = {os.path.dirname(shard.path) for shard in checkpoint.shards}
+    return folders.pop() if len(folders) == 1 else None
+
+
+def _is_hub_folder(checkpoint: Checkpoint, where: str) -> bool:
+    """Whether the files lie in a snapshot below the folder that was given (a model in a Hub cache)."""
+    prefix = os.path.join(where, "snapshots", "")
+    return bool(checkpoint.shards) and checkpoint.shards[0].path.startswith(prefix)
+
+
+def find_sidecar(checkpoint: Checkpoint) -> str:
+    """Path of the digests that belong to a checkpoint; DigestError that says where they were looked for."""
+    shards, folder = checkpoint.shards, _folder_of(checkpoint)
+    places = [shards[0].path + FILE_SUFFIX] if len(shards) == 1 else []
+    if folder is not None:
+        # A folder's own first where a folder was asked for.
+        places.insert(
+            0 if os.path.isdir(checkpoint.where) else len(places), os.path.join(folder, FOLDER_NAME)
+        )
+    for path in places:
+        if os.path.lexists(path):
+            return path
+    looked = " and ".join(map(clean, places)) or "nowhere, for its files lie in several folders"
+    raise DigestError(
+        f"{clean(checkpoint.where)}: there are no digests to compare with (looked for: {looked}); make them "
+        "with 'tensorlift digest', or name the file that has them"
+    )
+
+
+def sidecar_to_write(checkpoint: Checkpoint) -> str:
+    """Path where the digests of a checkpoint go by default; RequestError for a list of several files."""
+    shards, where = checkpoint.shards, checkpoint.where
+    if len(shards) == 1 and where == shards[0].path:
+        return where + FILE_SUFFIX
+    folder = _folder_of(checkpoint)
+    # Some files of a folder must not take the place of the digests of all.
+    if folder is None or where.endswith(f" and {len(shards) - 1:,} more"):
+        raise RequestError(
+            f"{clean(where)}: say where the digests of a list of files go (--out), or give their folder"
+        )
+    return os.path.join(folder, FOLDER_NAME)
+
+
+def read_sidecar(path: str) -> Sidecar:
+    """Digests from a file. Raises DigestError for what is none, CheckpointNotFoundError, ReadError."""
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise DigestError(f"{clean(path)}: wanted a file of digests, found no regular file")
+            raw = file.read(LONGEST_SIDECAR + 1)
+    except OSError as error:
+        if isinstance(error, IsADirectoryError):
+            raise DigestError(
+                f"{clean(path)}: wanted a file of digests, found a folder; verify=True finds them by itself"
+            ) from None
+        raise refused(error, path, "read") from None
+    return decode(raw, path)
+
+
+def write_sidecar(path: str, sidecar: Sidecar) -> None:
+    """Writes digests; a file of that name is replaced once all is on disk, or stays as it is. ReadError."""
+    folder, name = os.path.split(path)
+    try:
+        fd, unfinished = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=folder or ".")
+        try:
+            with open(fd, "wb") as file:
+                file.write(encode(sidecar))
+                file.flush()
+                # mkstemp makes files for the owner alone; digests are as readable as anything one writes.
+                os.fchmod(fd, 0o666 & ~_umask())
+                os.fsync(fd)
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(unfinished)
+            raise
+    except OSError as error:
+        raise refused(error, path, "written") from None
+
+
+def _umask() -> int:
+    """The process's mask, from proc(5): asking os.umask() would change it for other threads meanwhile."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
+    except (OSError, StopIteration):
+        return 0o077
