@@ -6,7 +6,7 @@ import importlib.metadata
 
 import typer
 
-from tensorlift.cli import digest, doctor, load, show, synth, verify
+from tensorlift.cli import bench, digest, doctor, load, show, synth, tune, verify
 from tensorlift.cli.console import EXIT_CODES
 
 __all__ = ["app", "main"]
@@ -30,6 +30,8 @@ app.command("doctor")(doctor.command)
 app.command("digest")(digest.command)
 app.command("verify")(verify.command)
 app.command("synth")(synth.command)
+app.command("tune")(tune.command)
+app.command("bench")(bench.command)
 
 
 def _version(wanted: bool) -> None:
