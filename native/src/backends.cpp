@@ -36,7 +36,7 @@ int path_for_missing(File *file, int direct_path) {
     if (direct_path < 0) return TL_PATH_PREAD_BUFFERED;
     const int refusal = file->open_direct();
     if (refusal == 0) return direct_path;
-    file->note("direct I/O refused at open: " + reason(refusal));
+    file->note("direct I/O refused: " + reason(refusal));
     return TL_PATH_PREAD_BUFFERED;
 }
 
@@ -87,7 +87,7 @@ std::string try_backend(File *file, uint32_t backend) {
         default: {
             const int path = only_path(backend);
             const int refusal = is_direct(path) ? file->open_direct() : 0;
-            if (refusal != 0) return "direct I/O refused at open: " + reason(refusal);
+            if (refusal != 0) return "direct I/O refused: " + reason(refusal);
             file->route.deep_path = path;
             return {};
         }

@@ -30,34 +30,6 @@ private:
     sigset_t before_;
 };
 
-// Whether piece i of a call is one that can be read.
-Failure check_piece(const tl_piece *pieces, uint64_t i, size_t file_count, uint64_t slot_bytes) {
-    const tl_piece &p = pieces[i];
-    if (p.file < 0 || static_cast<size_t>(p.file) >= file_count) {
-        return failure(TL_ERR_ARGUMENT,
-                       "piece " + std::to_string(i) + " names file " + std::to_string(p.file));
-    }
-    if (p.file_offset + p.nbytes < p.file_offset || p.destination + p.nbytes < p.destination ||
-        p.file_offset + p.nbytes > static_cast<uint64_t>(INT64_MAX)) {
-        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has a range that wraps around");
-    }
-    if (p.nbytes > 0 && p.destination == 0) {
-        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has no destination");
-    }
-    if ((p.flags & TL_PIECE_DIGEST) && (!digests_built() || p.nbytes > slot_bytes)) {
-        return failure(TL_ERR_ARGUMENT, digests_built() ? "a piece to be digested is larger than a slot"
-                                                        : "xxHash was not there when the library was built");
-    }
-    if (p.flags & ~(TL_PIECE_JOIN | TL_PIECE_DIGEST)) {
-        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has unknown flags");
-    }
-    if ((p.flags & TL_PIECE_JOIN) && i > 0 &&
-        p.destination < pieces[i - 1].destination + pieces[i - 1].nbytes) {
-        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " joins one that lies behind it");
-    }
-    return {};
-}
-
 }  // namespace
 
 Engine::Engine(const tl_options &options)
@@ -194,9 +166,22 @@ void Engine::enter_thread() {
     sigset_t all;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, nullptr);
+    stay_near();
     if (device_) {
         if (Failure f = driver_->bind(options_.device_index, nullptr)) failed(f);
     }
+}
+
+// The thread runs, and so touches memory first, where the options say.
+void Engine::stay_near() {
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    for (size_t cpu = 0; cpu < 64 * std::size(options_.cpus); cpu++) {
+        if (options_.cpus[cpu / 64] >> (cpu % 64) & 1) CPU_SET(cpu, &cpus);
+    }
+    if (CPU_COUNT(&cpus) == 0) return;
+    const int code = pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus);
+    if (code != 0) add_note(std::string("threads could not be kept near the device: ") + std::strerror(code));
 }
 
 void Engine::work() {

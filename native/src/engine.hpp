@@ -81,6 +81,7 @@ private:
     // engine.cpp: who waits for whom
     void start_threads(size_t chunks);
     Failure start_copier();
+    void stay_near();
     void work();
     Chunk *take_chunk();
     bool slot_is_free(const Slot &slot) const;

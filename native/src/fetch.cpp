@@ -9,6 +9,8 @@ namespace {
 
 // preadv(2) and process_vm_readv(2) take up to IOV_MAX buffers.
 constexpr size_t kMostBuffers = 1024;
+// Signals are blocked, so that only a file system may answer EINTR; one that goes on doing so does not work.
+constexpr int kInterruptions = 100;
 
 // Calls use(fill, begin, end) for the part of each fill of the chunk that lies in [begin, end) of the file.
 template <class Use>
@@ -133,6 +135,7 @@ bool Engine::fetch_cached(Chunk *chunk, File *file, int path, uint64_t begin, ui
         delivered += to - from;
         until = to;
     });
+    int interrupted = 0;
     for (size_t first = 0; at < until;) {
         if (stopping()) return false;
         const auto count = static_cast<int>(std::min(buffers.size() - first, kMostBuffers));
@@ -141,6 +144,7 @@ bool Engine::fetch_cached(Chunk *chunk, File *file, int path, uint64_t begin, ui
             failed(file->truncated(begin, until - begin, at - begin));
             return false;
         }
+        if (got == -EINTR && interrupted++ < kInterruptions) continue;
         if (got < 0) {
             const int os_errno = static_cast<int>(-got);
             if (means_refused(os_errno)) {

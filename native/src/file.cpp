@@ -7,12 +7,25 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
 
 namespace tl {
 namespace {
 
 // Largest block of direct I/O that is worth using; a file system that wants more is read through the cache.
 constexpr uint64_t kLargestBlock = 64 << 10;
+
+// The smallest block that a direct read is not refused for; 0 if there is none. Only EINVAL says something about it: what
+// else goes wrong is for the reader to meet.
+uint64_t probe_block(int fd) {
+    char *memory = static_cast<char *>(std::aligned_alloc(kLargestBlock, kLargestBlock));
+    if (!memory) return kPage;
+    uint64_t block = kPage;
+    while (block <= kLargestBlock && pread(fd, memory, block, 0) < 0 && errno == EINVAL) block *= 2;
+    std::free(memory);
+    return block <= kLargestBlock ? block : 0;
+}
 
 int open_again(const char *path, int flags) {
     int fd;
@@ -75,7 +88,7 @@ int File::open_direct() {
         }
     }
     if (fd < 0) return errno;
-    block = kPage;
+    block = 0;
 #ifdef STATX_DIOALIGN
     struct statx answer {};
     if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0 &&
@@ -88,6 +101,11 @@ int File::open_direct() {
         block = std::max(kPage, wanted);
     }
 #endif
+    if (block == 0) block = probe_block(fd);
+    if (block == 0) {
+        ::close(fd);
+        return EINVAL;
+    }
     direct_fd = fd;
     return 0;
 }

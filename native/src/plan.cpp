@@ -1,6 +1,9 @@
 #include "plan.hpp"
 
 #include <algorithm>
+#include <string>
+
+#include "digest.hpp"
 
 namespace tl {
 namespace {
@@ -139,6 +142,33 @@ std::vector<std::unique_ptr<Slot>> PlanBuilder::finish(uint64_t first_ticket) {
         for (DigestJob &job : slot->digests) job.piece += first_ticket;
     }
     return std::move(slots_);
+}
+
+Failure check_piece(const tl_piece *pieces, uint64_t i, size_t file_count, uint64_t slot_bytes) {
+    const tl_piece &p = pieces[i];
+    if (p.file < 0 || static_cast<size_t>(p.file) >= file_count) {
+        return failure(TL_ERR_ARGUMENT,
+                       "piece " + std::to_string(i) + " names file " + std::to_string(p.file));
+    }
+    if (p.file_offset + p.nbytes < p.file_offset || p.destination + p.nbytes < p.destination ||
+        p.file_offset + p.nbytes > static_cast<uint64_t>(INT64_MAX)) {
+        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has a range that wraps around");
+    }
+    if (p.nbytes > 0 && p.destination == 0) {
+        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has no destination");
+    }
+    if ((p.flags & TL_PIECE_DIGEST) && (!digests_built() || p.nbytes > slot_bytes)) {
+        return failure(TL_ERR_ARGUMENT, digests_built() ? "a piece to be digested is larger than a slot"
+                                                        : "xxHash was not there when the library was built");
+    }
+    if (p.flags & ~(TL_PIECE_JOIN | TL_PIECE_DIGEST)) {
+        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has unknown flags");
+    }
+    if ((p.flags & TL_PIECE_JOIN) && i > 0 &&
+        p.destination < pieces[i - 1].destination + pieces[i - 1].nbytes) {
+        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " joins one that lies behind it");
+    }
+    return {};
 }
 
 }  // namespace tl

@@ -66,6 +66,9 @@ struct PlanShape {
     uint64_t slot_bytes = 0;
 };
 
+// Whether piece i of a call is one that can be read.
+Failure check_piece(const tl_piece *pieces, uint64_t i, size_t file_count, uint64_t slot_bytes);
+
 // Cuts the pieces of one submission into slots. Pure: no engine, no file.
 class PlanBuilder {
 public:

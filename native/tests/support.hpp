@@ -80,9 +80,9 @@ tl_options options_for(int kind, std::vector<std::uint32_t> backends = {TL_BACKE
 tl_error no_error();
 // Why a back end cannot be used for a file here; empty where it can.
 std::string refusal(std::uint32_t backend, const std::string &path);
-inline constexpr std::uint32_t kBackends[] = {TL_BACKEND_AUTO, TL_BACKEND_PREAD, TL_BACKEND_URING,
-                                              TL_BACKEND_MMAP, TL_BACKEND_URING_BUFFERED, TL_BACKEND_AIO,
-                                              TL_BACKEND_AIO_BUFFERED, TL_BACKEND_BUFFERED};
+inline constexpr std::uint32_t kBackends[] = {
+    TL_BACKEND_AUTO,           TL_BACKEND_PREAD, TL_BACKEND_URING,        TL_BACKEND_MMAP,
+    TL_BACKEND_URING_BUFFERED, TL_BACKEND_AIO,   TL_BACKEND_AIO_BUFFERED, TL_BACKEND_BUFFERED};
 const char *backend_name(std::uint32_t backend);
 
 class Engine {

@@ -43,7 +43,6 @@ public:
             iocb *block = &blocks_.front();
             const int64_t code = syscall(SYS_io_submit, context_, 1L, &block) < 0 ? -errno : 0;
             if (code == -EAGAIN && in_kernel_ > 0) break;  // the kernel has enough for now
-            if (code == -EINTR) continue;
             // What the kernel does not take is an answer for this one read.
             if (code < 0) refused.emplace_back(reinterpret_cast<AsyncEntry *>(block->aio_data), code);
             if (code == 0) in_kernel_++;
@@ -64,6 +63,8 @@ public:
     void drain() override {
         while (in_kernel_ > 0 && get_events() >= 0) {
         }
+        // It waits for what is under way, where asking for results is refused.
+        if (in_kernel_ > 0 && syscall(SYS_io_destroy, context_) == 0) context_ = 0;
     }
 
 private:

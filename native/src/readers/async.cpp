@@ -30,15 +30,22 @@ public:
             if (in_flight() == 0) return;  // only when the engine stops
             const int code =
                 ring_->turn([this](AsyncEntry *entry, int64_t result) { finish(entry, result); });
-            if (code < 0) {
-                sink_->failed(os_failure(TL_ERR_READ, -code, "the kernel's ring for reads failed"));
-                ring_->drain();
-                return;
-            }
+            if (code < 0) return give_up(-code);
         }
     }
 
 private:
+    // The kernel does not let the ring work, at its first use (seccomp allows the set-up alone) or later: what it had
+    // and what still comes is for the next way of reading. Nothing is lost by reading it again.
+    void give_up(int os_errno) {
+        ring_->drain();
+        for (AsyncEntry &entry : entries_) {
+            if (entry.busy) sink_->refused(entry.read.request(), path_, os_errno);
+        }
+        Request request;
+        while (queue_->pop(&request, true)) sink_->refused(request, path_, os_errno);
+    }
+
     size_t in_flight() const {
         return entries_.size() - free_.size();
     }
@@ -50,6 +57,7 @@ private:
             return;
         }
         free_.pop_back();
+        entry->busy = true;
         ring_->queue(entry);
     }
 
@@ -60,6 +68,7 @@ private:
         if (outcome == DeepRead::Outcome::kMore && !sink_->stopping()) return ring_->queue(entry);
         const Request request = entry->read.request();
         if (outcome == DeepRead::Outcome::kDone) sink_->complete(request, path_, entry->read.bounced());
+        entry->busy = false;
         free_.push_back(entry);
         if (outcome == DeepRead::Outcome::kFailed) sink_->failed(why);
         if (outcome == DeepRead::Outcome::kRefused) sink_->refused(request, path_, why.os_errno);

@@ -11,6 +11,7 @@ namespace tl {
 struct AsyncEntry {
     DeepRead read;
     Bounce bounce;
+    bool busy = false;
 };
 
 // One kernel ring, used by one thread. Results: bytes, or the negative errno.
@@ -22,9 +23,9 @@ public:
     // Takes the next read of an entry; never more entries than the depth at a time.
     virtual void queue(AsyncEntry *entry) = 0;
     // Hands what was queued to the kernel and waits for at least one result; calls done(entry, result) for each.
-    // The negative errno if the ring itself does not work any more, else 0.
+    // The negative errno if the ring itself does not work (any more), else 0.
     virtual int turn(const std::function<void(AsyncEntry *, int64_t)> &done) = 0;
-    // After a failed turn: waits for what the kernel has taken, since it still writes to memory.
+    // After a failed turn: waits until the kernel writes to no memory any more, whatever it still answers.
     virtual void drain() = 0;
 };
 

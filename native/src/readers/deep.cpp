@@ -23,6 +23,8 @@ bool means_refused(int os_errno) {
         case ENOMEM:  // memlock
         case ENODEV:  // a file system that cannot be mapped
         case EFAULT:  // memory that cannot be pinned for direct I/O
+        case EAGAIN:  // without end: kernels that are short of something say it for a while only
+        case EBUSY:
             return true;
         default:
             return false;
@@ -63,8 +65,7 @@ DeepRead::Outcome DeepRead::on_result(int64_t result, Failure *why) {
     if ((result == -EINTR || result == -EAGAIN) && retries_++ < kRetries) return Outcome::kMore;
     if (result < 0) {
         *why = file.read_failed(static_cast<int>(-result), request_.begin, wanted, before);
-        const bool refused = means_refused(static_cast<int>(-result)) || result == -EAGAIN;
-        return refused ? Outcome::kRefused : Outcome::kFailed;
+        return means_refused(static_cast<int>(-result)) ? Outcome::kRefused : Outcome::kFailed;
     }
     const uint64_t there = begin_ + got_ + static_cast<uint64_t>(result);
     if (there >= request_.end) return Outcome::kDone;

@@ -1,5 +1,5 @@
 // pread(2): on the thread that asks for what is cached, on threads of its own for what storage has to bring.
-#include <time.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,21 +14,45 @@ namespace tl {
 
 int64_t pread_buffered(const File &file, const iovec *buffers, int count, uint64_t offset) {
     const auto at = static_cast<off_t>(offset);
-    ssize_t got;
-    do {
-        got = count == 1 ? pread(file.plain_fd, buffers->iov_base, buffers->iov_len, at)
-                         : preadv(file.plain_fd, buffers, count, at);
-    } while (got < 0 && errno == EINTR);
+    const ssize_t got = count == 1 ? pread(file.plain_fd, buffers->iov_base, buffers->iov_len, at)
+                                   : preadv(file.plain_fd, buffers, count, at);
     return got < 0 ? -errno : got;
 }
 
 namespace {
 
-uint64_t cpu_ns() {
-    timespec t;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-    return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
-}
+// What one thread's reads took, and how much of that it slept for storage: time in which others had its CPU does not count.
+class Waits {
+public:
+    void begin() {
+        before_ = usage();
+        begin_ns_ = now_ns();
+    }
+    void end() {
+        const rusage after = usage();
+        const uint64_t cpu =
+            ns(after.ru_utime) + ns(after.ru_stime) - ns(before_.ru_utime) - ns(before_.ru_stime);
+        // A kernel that never counts does not say; its waits are taken from the clock alone.
+        const bool slept = after.ru_nvcsw > before_.ru_nvcsw || after.ru_nvcsw == 0;
+        wall_ns += slept ? now_ns() - begin_ns_ : cpu;
+        cpu_ns += cpu;
+    }
+    uint64_t wall_ns = 0;
+    uint64_t cpu_ns = 0;
+
+private:
+    static rusage usage() {
+        rusage now{};
+        getrusage(RUSAGE_THREAD, &now);
+        return now;
+    }
+    static uint64_t ns(const timeval &t) {
+        return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_usec) * 1000u;
+    }
+
+    rusage before_{};
+    uint64_t begin_ns_ = 0;
+};
 
 // One request a thread. Direct reads wait for storage, so there are threads up to the depth. Buffered ones may be served
 // by the cache: more threads than CPUs only come where reads are seen to wait.
@@ -52,9 +76,13 @@ public:
 
     void join() override {
         queue_.wake();
-        std::lock_guard<std::mutex> lock(mutex_);
-        for (std::thread &thread : threads_) thread.join();
-        threads_.clear();
+        std::vector<std::thread> threads;
+        {
+            std::lock_guard<std::mutex> lock(
+                mutex_);  // not while joining: a thread may be about to start another
+            threads.swap(threads_);
+        }
+        for (std::thread &thread : threads) thread.join();
     }
 
     uint32_t threads() const override {
@@ -87,10 +115,9 @@ private:
             const bool there = queue_.pop(&request, true);
             idle_--;
             if (!there) return;
-            const uint64_t begin = now_ns(), cpu_begin = cpu_ns();
             read(request, &bounce);
-            wall_ns_ += now_ns() - begin;
-            cpu_ns_ += cpu_ns() - cpu_begin;
+            // All may have been pushed before the first read showed that reads wait.
+            if (queue_.size() > 0) start_another();
         }
     }
 
@@ -102,10 +129,16 @@ private:
         }
         Failure why;
         for (;;) {
+            Waits waits;
+            waits.begin();
             const ssize_t got =
                 pread(read.fd(), read.buffer(), read.nbytes(), static_cast<off_t>(read.offset()));
+            const int os_errno = errno;
+            waits.end();
+            wall_ns_ += waits.wall_ns;
+            cpu_ns_ += waits.cpu_ns;
             if (got > 0) sink_->count_read(path_, static_cast<uint64_t>(got));
-            switch (read.on_result(got < 0 ? -errno : got, &why)) {
+            switch (read.on_result(got < 0 ? -os_errno : got, &why)) {
                 case DeepRead::Outcome::kMore:
                     if (sink_->stopping()) return;
                     continue;

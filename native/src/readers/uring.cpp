@@ -3,6 +3,7 @@
 
 #ifdef TL_HAVE_URING
 #include <liburing.h>
+#include <time.h>
 
 #include <cerrno>
 
@@ -37,8 +38,13 @@ public:
     int turn(const std::function<void(AsyncEntry *, int64_t)> &done) override {
         const int code = io_uring_submit_and_wait(&ring_, 1);
         if (code < 0 && code != -EINTR && code != -EAGAIN && code != -EBUSY) return code;
+        // A kernel that is short of memory says EAGAIN for a while; one that goes on does not want this way.
+        idle_turns_ = code < 0 ? idle_turns_ + 1 : 0;
+        if (idle_turns_ > kIdleTurns) return code;
+        if (idle_turns_ > 0) nap();
         io_uring_cqe *cqe = nullptr;
         while (io_uring_peek_cqe(&ring_, &cqe) == 0) {
+            idle_turns_ = 0;
             auto *entry = static_cast<AsyncEntry *>(io_uring_cqe_get_data(cqe));
             const int result = cqe->res;
             io_uring_cqe_seen(&ring_, cqe);
@@ -51,12 +57,28 @@ public:
     void drain() override {
         size_t taken = in_flight_ - io_uring_sq_ready(&ring_);
         io_uring_cqe *cqe = nullptr;
-        for (; taken > 0 && io_uring_wait_cqe(&ring_, &cqe) == 0; taken--) io_uring_cqe_seen(&ring_, cqe);
+        while (taken > 0) {
+            // Where waiting is refused: results come by themselves, into memory that is shared with the kernel.
+            if (io_uring_wait_cqe(&ring_, &cqe) != 0 && io_uring_peek_cqe(&ring_, &cqe) != 0) {
+                nap();
+                continue;
+            }
+            io_uring_cqe_seen(&ring_, cqe);
+            taken--;
+        }
     }
 
 private:
+    static constexpr int kIdleTurns = 1000;  // naps: a second
+
+    static void nap() {
+        constexpr timespec kMillisecond{0, 1000000};
+        nanosleep(&kMillisecond, nullptr);
+    }
+
     io_uring ring_{};
     bool open_ = false;
+    int idle_turns_ = 0;  // refused one after another, without a result between them
     size_t in_flight_ = 0;
 };
 
