@@ -8,6 +8,7 @@ missing=()
 command -v g++ >/dev/null || missing+=(g++)
 command -v git >/dev/null || missing+=(git)
 [ -e /usr/include/liburing.h ] || missing+=(liburing-dev)
+[ -e /usr/include/xxhash.h ] || missing+=(libxxhash-dev)
 if ! command -v "$python" >/dev/null; then
     missing+=(python3 python3-venv)
 elif ! "$python" -c ''; then

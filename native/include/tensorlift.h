@@ -199,7 +199,7 @@ TL_API tl_status tl_engine_wait(tl_engine *engine, uint64_t ticket, uint32_t tim
 TL_API tl_status tl_engine_stream_wait(tl_engine *engine, uint64_t consumer_stream, tl_error *error);
 
 /* The digests of pieces [first, first + count) that were submitted with TL_PIECE_DIGEST and have landed: XXH3-128 of the
- * piece's bytes, 16 bytes each in canonical (big endian) order; zeros for pieces without that flag. */
+ * piece's bytes, 16 bytes each in canonical (big endian) order; zeros for pieces without that flag or without bytes. */
 TL_API tl_status tl_engine_digests(tl_engine *engine, uint64_t first, uint64_t count, uint8_t *digests,
                                    tl_error *error);
 

@@ -170,7 +170,12 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
             if self._engine is None:
                 memory = self._memory
                 largest = int(self._checkpoint.sizes.max(initial=nbytes))
-                size = size_engine(self._options, largest, device=memory.native_kind != 0)
+                size = size_engine(
+                    self._options,
+                    largest,
+                    device=memory.native_kind != 0,
+                    pci_address=memory.pci_address,
+                )
                 self._engine, self._files = Engine(size, memory.native_kind, memory.native_index), {}
             if shard not in self._files:
                 self._files[shard] = self._engine.add_file(self._checkpoint.shards[shard])

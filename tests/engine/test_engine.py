@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from support import child
 from support.checkpoints import random_row, write_safetensors
@@ -19,7 +21,7 @@ from tensorlift.engine.report import report_of
 from tensorlift.engine.sizing import EngineSize
 from tensorlift.errors import CheckpointNotFoundError, FileError, RequestError, TruncatedError
 from tensorlift.format.checkpoint import Shard
-from tensorlift.plan.pieces import new_pieces
+from tensorlift.plan.pieces import DIGEST, new_pieces
 
 SIZE = EngineSize(1 << 16, 1 << 18, 1 << 20, 2, 4, ("AUTO",))
 NBYTES = 300_000
@@ -194,6 +196,85 @@ def test_probes_answer(shard: Shard) -> None:
     assert library.backend_probe("PREAD", os.fsdecode(shard.absolute)) is None
     assert "No such file" in (library.backend_probe("PREAD", "/no/such/file") or "")
     assert library.backend_not_built("PREAD") is None
+
+
+def allowed(thread: str) -> str:
+    lines = Path("/proc/self/task", thread, "status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("Cpus_allowed_list"))
+
+
+def test_threads_stay_on_the_cpus_that_are_near(shard: Shard) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("this process may use one CPU only")
+    near = max(os.sched_getaffinity(0))
+    to, before = memory(NBYTES), set(os.listdir("/proc/self/task"))
+    for backend in ("BUFFERED", "AIO"):
+        size = dataclasses.replace(
+            SIZE, threads=1, io_depth=1, near=frozenset([near]), backends=(backend, "PREAD")
+        )
+        with Engine(size) as engine:
+            pieces = new_pieces([engine.add_file(shard)], [0], [NBYTES], [to.ctypes.data])
+            engine.wait(engine.submit(pieces))
+            threads = set(os.listdir("/proc/self/task")) - before
+            assert {allowed(thread) for thread in threads} == {str(near)}
+            assert bytes(engine.stats().notes) == b""
+
+
+def test_cpus_that_cannot_be_had_are_told(shard: Shard) -> None:
+    to = memory(10)
+    with Engine(dataclasses.replace(SIZE, near=frozenset([1023]))) as engine:
+        engine.wait(engine.submit(new_pieces([engine.add_file(shard)], [0], [10], [to.ctypes.data])))
+        assert b"near the device" in bytes(engine.stats().notes)
+
+
+def test_a_trace_has_the_reads(shard: Shard) -> None:
+    to = memory(NBYTES)
+    pieces = [[0, 100_000, 0], [100_000, 200_000, 100_000]]
+    for wanted in (True, False):
+        with Engine(SIZE, trace=wanted) as engine:
+            file = engine.add_file(shard)
+            for offset, nbytes, at in pieces:
+                engine.wait(engine.submit(new_pieces([file], [offset], [nbytes], [to.ctypes.data + at])))
+            events = engine.trace()
+        reads = events[events["stage"] == abi.STAGE_NAMES.index("READ")]
+        assert int(reads["nbytes"].sum()) == (300_000 if wanted else 0)
+        assert (events["begin_ns"] <= events["end_ns"]).all()
+        assert {abi.PATH_NAMES[path] for path in reads["path"]} == ({"PREAD_BUFFERED"} if wanted else set())
+        assert (len(events) > 0) == wanted
+
+
+def test_digests_of_pieces_and_of_memory(shard: Shard) -> None:
+    to, content = memory(NBYTES), raw(shard)
+    pieces = new_pieces(
+        [0, 0, 0], [5, 1000, 70_001], [300, 69_001, 200_000], to.ctypes.data + np.array([0, 300, 80_000])
+    )
+    pieces["flags"] = [DIGEST, 0, DIGEST]
+    with Engine(SIZE) as engine:
+        engine.add_file(shard)
+        with pytest.raises(RequestError, match="not landed"):
+            engine.digests(0, 1)
+        engine.wait(engine.submit(pieces))
+        made = engine.digests(0, 3)
+        assert engine.digests(2, 1).tobytes() == made[2].tobytes()
+    assert made.shape == (3, 16)
+    assert made[0].tobytes() == xxhash.xxh3_128_digest(content[5:305])
+    assert made[1].tobytes() == bytes(16)
+    assert made[2].tobytes() == xxhash.xxh3_128_digest(content[70_001:270_001])
+    parts = np.zeros((3, 16), np.uint8)
+    abi.digest_parts(to, np.array([0, 300, 300, 301]), parts)
+    assert [part.tobytes() for part in parts] == [
+        xxhash.xxh3_128_digest(some) for some in (content[5:305], b"", content[1000:1001])
+    ]
+
+
+def test_a_digested_piece_fits_a_slot(shard: Shard) -> None:
+    to = memory(NBYTES)
+    pieces = new_pieces([0], [0], [SIZE.slot_size + 1], [to.ctypes.data])
+    pieces["flags"] = DIGEST
+    with Engine(SIZE) as engine:
+        engine.add_file(shard)
+        with pytest.raises(RequestError, match="larger than a slot"):
+            engine.submit(pieces)
 
 
 def probed(kind: int) -> list[object]:

@@ -101,3 +101,71 @@ def test_each_cache_that_our_cpus_reach_counts_once(tmp_path: Path) -> None:
 
 def test_this_machine() -> None:
     assert 1 <= machine.usable_cpus() <= len(machine.affinity())
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "2"}, 2),
+        ({"LOCAL_WORLD_SIZE": "1", "SLURM_NTASKS_PER_NODE": "2"}, 2),
+        # Slurm writes "8(x2),4" where nodes differ: no number for this one.
+        ({"SLURM_NTASKS_PER_NODE": "8(x2),4", "LOCAL_WORLD_SIZE": ""}, 1),
+        ({"LOCAL_WORLD_SIZE": "0"}, 1),
+    ],
+)
+def test_ranks_by_what_launchers_say(environ: dict[str, str], ranks: int) -> None:
+    assert machine.local_ranks(environ) == ranks
+
+
+def test_ranks_divide_cpus_and_quota(tmp_path: Path) -> None:
+    files = {"sys/devices/system/cpu/online": "0-15\n"}
+    root = tree(tmp_path, files)
+    assert machine.usable_cpus(root, range(16), ranks=4) == 4
+    assert machine.usable_cpus(root, range(16), ranks=32) == 1
+    # A launcher gave each rank CPUs of its own: they are not divided once more.
+    assert machine.usable_cpus(root, range(4), ranks=4) == 4
+    v2(tmp_path, {"a/": "600000 100000"})
+    assert machine.usable_cpus(root, range(16), ranks=4) == 2
+    assert machine.usable_cpus(root, range(4), ranks=4) == 2
+
+
+def test_ranks_divide_the_cache(tmp_path: Path) -> None:
+    files = {"sys/devices/system/cpu/online": "0-7\n"}
+    for cpu in range(8):
+        files |= cache(cpu, 3, 3, "32768K", f"{cpu // 4 * 4}-{cpu // 4 * 4 + 3}")
+    root = tree(tmp_path, files)
+    assert machine.last_level_cache(root, range(8), ranks=4) == 16 << 20
+    # Bound to CPUs of its own: the rank beside it shares the cache of four, those on the other one do not.
+    assert machine.last_level_cache(root, [0, 1], ranks=4) == 16 << 20
+    assert machine.last_level_cache(root, range(4), ranks=2) == 32 << 20
+
+
+GPU = "0000:3b:00.0"
+
+
+def two_nodes(root: Path, node: str = "1", online: str = "0-1") -> str:
+    return tree(
+        root,
+        {
+            "sys/devices/system/node/online": online + "\n",
+            "sys/devices/system/node/node0/cpulist": "0-3,8-11\n",
+            "sys/devices/system/node/node1/cpulist": "4-7,12-15\n",
+            f"sys/bus/pci/devices/{GPU}/numa_node": node + "\n",
+        },
+    )
+
+
+def test_cpus_near_a_device(tmp_path: Path) -> None:
+    root = two_nodes(tmp_path)
+    assert machine.cpus_near(GPU, root, range(16)) == {4, 5, 6, 7, 12, 13, 14, 15}
+    assert machine.cpus_near(GPU, root, [0, 1, 5]) == {5}
+    assert machine.cpus_near(GPU, root, [0, 1]) == frozenset()
+    assert machine.cpus_near("0000:af:00.0", root, range(16)) == frozenset()
+
+
+@pytest.mark.parametrize(("node", "online"), [("-1", "0-1"), ("0", "0"), ("7", "0-1"), ("", "0-1")])
+def test_no_cpus_are_nearer(tmp_path: Path, node: str, online: str) -> None:
+    assert machine.cpus_near(GPU, two_nodes(tmp_path, node, online), range(16)) == frozenset()

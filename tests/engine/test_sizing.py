@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorlift.engine.sizing import GIB, KIB, MIB, PAGE, Facts, budget, size_engine
+from tensorlift.engine import machine
+from tensorlift.engine.sizing import GIB, KIB, MIB, PAGE, Facts, budget, facts_of_this_machine, size_engine
 from tensorlift.errors import OptionError
 from tensorlift.options import LoadOptions
 
@@ -84,3 +85,17 @@ def test_budgets() -> None:
     assert little.arena_size * 2 <= little.buffer_size <= 100 * MIB
     assert budget(LoadOptions(), device=False, free=None).arena_size % (2 * MIB) == 0
     assert budget(LoadOptions(arena_size=5, buffer_size=7), device=True, free=None).arena_size == 5
+
+
+def test_near_a_device_there_is_only_a_part_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "local_ranks", lambda: 2)
+    monkeypatch.setattr(machine, "usable_cpus", lambda **_: 24)
+    caches = {None: 100 * MIB, frozenset(range(8)): 60 * MIB}
+    monkeypatch.setattr(machine, "last_level_cache", lambda cpus=None, **_: caches[cpus])
+    monkeypatch.setattr(machine, "cpus_near", lambda address: frozenset(range(8)) if address else frozenset())
+    assert facts_of_this_machine.__wrapped__() == Facts(24, 100 * MIB)
+    assert facts_of_this_machine.__wrapped__("") == Facts(24, 100 * MIB)
+    facts = facts_of_this_machine.__wrapped__("0000:3b:00.0")
+    assert facts == Facts(8, 60 * MIB, frozenset(range(8)))
+    size = size_engine(LoadOptions(), 30 * GIB, device=True, facts=facts)
+    assert (size.threads, size.near) == (8, frozenset(range(8)))

@@ -131,6 +131,7 @@ class StandInMemory:
         self.device = torch.device("cpu")
         self.native_kind, self.native_index = kind, index
         self.dlpack_device = (1, 0)
+        self.pci_address: str | None = None
         self.capacity = capacity
         self.consumer: int = self.driver.stream()
         self.waits_in_ready = True

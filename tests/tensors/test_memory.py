@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
         "empty_cache": stage.empty_cache,
         "current_stream": lambda device: stream,
         "stream": lambda stream: nothing(),
+        "get_device_properties": lambda index: SimpleNamespace(
+            pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=1
+        ),
         "mem_get_info": lambda device: (100, 1000),
         "memory_reserved": lambda device: 50,
         "memory_allocated": lambda device: 20,
@@ -166,6 +170,13 @@ def test_without_pools_the_plain_allocator_with_a_notice(
     assert "no private memory pool (allocator cudaMallocAsync)" in caplog.text
     released(cuda.allocate([8]))
     assert stage.in_pool == []
+
+
+def test_where_a_device_is_plugged_in(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory.CudaMemory(0).pci_address == "0000:3b:01.0"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
+    assert memory.CudaMemory(0).pci_address is None
+    assert memory.HostMemory().pci_address is None
 
 
 def test_rocm_is_named_as_such(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

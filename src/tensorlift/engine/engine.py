@@ -64,6 +64,9 @@ class Engine:
         )
         for at, name in enumerate(size.backends):
             options.backends[at] = abi.BACKEND_CODES[name]
+        for cpu in size.near:
+            if cpu < 64 * len(options.cpus):
+                options.cpus[cpu // 64] |= 1 << cpu % 64
         with self._explained():
             self._handle: int | None = self._abi.engine_create(options)
         self._landed = self._abi.engine_landed(self._handle)

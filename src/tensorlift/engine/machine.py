@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["affinity", "cpu_quota", "last_level_cache", "usable_cpus"]
+__all__ = ["affinity", "cpu_quota", "cpus_near", "last_level_cache", "local_ranks", "usable_cpus"]
+
+# What torchrun, Open MPI and Slurm say of the processes that they start on a machine.
+_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
 def affinity() -> frozenset[int]:
@@ -20,11 +23,30 @@ def affinity() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
-def usable_cpus(root: str = "/", cpus: Iterable[int] | None = None) -> int:
-    """CPUs by affinity and by the least cgroup quota, rounded up; at least 1."""
-    count = len(frozenset(affinity() if cpus is None else cpus))
+def local_ranks(environ: Mapping[str, str] | None = None) -> int:
+    """Processes like this one on the machine, as their launcher says; 1 where none does."""
+    environ = os.environ if environ is None else environ
+    for name in _RANKS:
+        text = environ.get(name, "").strip()
+        if text.isdigit() and int(text) > 1:
+            return int(text)
+    return 1
+
+
+def usable_cpus(root: str = "/", cpus: Iterable[int] | None = None, ranks: int = 1) -> int:
+    """CPUs for one of so many ranks by affinity and by the least cgroup quota, rounded up; at least 1."""
+    ours = frozenset(affinity() if cpus is None else cpus)
+    count = len(ours) // _sharers(ours, _online(root), ranks)
     quota = cpu_quota(root)
-    return max(1, count if quota is None else min(count, math.ceil(quota)))
+    return max(1, count if quota is None else min(count, math.ceil(quota / ranks)))
+
+
+def _sharers(ours: frozenset[int], within: frozenset[int], ranks: int) -> int:
+    """How many of the ranks use our CPUs: all, unless each was given so few that none has to share.
+
+    ``within``: the CPUs that the ranks were given theirs of; empty where that is not known.
+    """
+    return 1 if 0 < len(ours) * ranks <= len(within) else ranks
 
 
 def cpu_quota(root: str = "/") -> float | None:
@@ -33,10 +55,28 @@ def cpu_quota(root: str = "/") -> float | None:
     return min(quotas, default=None)
 
 
-def last_level_cache(root: str = "/", cpus: Iterable[int] | None = None) -> int | None:
-    """Bytes of the last-level caches that the CPUs reach, each once; None where it is not known."""
+def cpus_near(pci_address: str, root: str = "/", cpus: Iterable[int] | None = None) -> frozenset[int]:
+    """Our CPUs on the NUMA node of a PCI device, such as "0000:3b:00.0".
+
+    Empty where nothing is to be chosen: one node, a node that is not known, or none of our CPUs on it.
+    """
+    if len(_cpu_list(_text(Path(root, "sys/devices/system/node/online")))) < 2:
+        return frozenset()
+    node = _text(Path(root, "sys/bus/pci/devices", pci_address, "numa_node"))
+    if not node.isdigit():  # -1: the firmware does not say
+        return frozenset()
+    there = _cpu_list(_text(Path(root, f"sys/devices/system/node/node{node}/cpulist")))
+    return there & frozenset(affinity() if cpus is None else cpus)
+
+
+def last_level_cache(root: str = "/", cpus: Iterable[int] | None = None, ranks: int = 1) -> int | None:
+    """Bytes of the last-level caches that the CPUs reach, each once, for one of so many ranks.
+
+    None where it is not known.
+    """
+    ours = frozenset(affinity() if cpus is None else cpus)
     caches: dict[tuple[int, str], int] = {}
-    for cpu in affinity() if cpus is None else cpus:
+    for cpu in ours:
         found: dict[int, tuple[str, int]] = {}
         for index in Path(root, f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
             level, size = _text(index / "level"), _kib(_text(index / "size"))
@@ -45,7 +85,24 @@ def last_level_cache(root: str = "/", cpus: Iterable[int] | None = None) -> int 
         if found:
             level_last = max(found)
             caches[level_last, found[level_last][0]] = found[level_last][1]
-    return sum(caches.values()) or None
+    reached = frozenset[int]().union(*(_cpu_list(shared) for _, shared in caches))
+    # Ranks that have CPUs of their own share a cache as far as it has CPUs for them.
+    sharers = (
+        min(ranks, -(-len(reached) // len(ours))) if _sharers(ours, _online(root), ranks) == 1 else ranks
+    )
+    return sum(caches.values()) // max(sharers, 1) or None
+
+
+def _online(root: str) -> frozenset[int]:
+    return _cpu_list(_text(Path(root, "sys/devices/system/cpu/online")))
+
+
+def _cpu_list(text: str) -> frozenset[int]:
+    """Numbers of a list as the kernel writes it: "0-3,8"."""
+    numbers: set[int] = set()
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
 
 
 class _Mount(NamedTuple):

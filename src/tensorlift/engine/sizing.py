@@ -32,10 +32,14 @@ SPARE = 2 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What this machine has: CPUs that may be used, bytes of the last-level cache they reach, if known."""
+    """What this machine has for this process: CPUs, bytes of the last-level cache they reach, if known.
+
+    ``near``: the CPUs that threads are to stay on; empty: all.
+    """
 
     cpus: int
     cache: int | None
+    near: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class EngineSize:
     threads: int
     io_depth: int
     backends: tuple[str, ...]
+    near: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +64,16 @@ class Budget:
 
 
 @functools.cache
-def facts_of_this_machine() -> Facts:
-    """Facts of the running machine, asked once."""
-    return Facts(machine.usable_cpus(), machine.last_level_cache())
+def facts_of_this_machine(pci_address: str | None = None) -> Facts:
+    """Facts of the running machine, asked once; on several NUMA nodes those of the PCI device's own."""
+    ranks = machine.local_ranks()
+    cpus, cache = machine.usable_cpus(ranks=ranks), machine.last_level_cache(ranks=ranks)
+    near = frozenset[int]() if pci_address is None else machine.cpus_near(pci_address)
+    if near:
+        # A share of the machine, but no more than there is on the node.
+        cpus, there = min(cpus, len(near)), machine.last_level_cache(cpus=near)
+        cache = min(cache, there) if cache and there else cache
+    return Facts(cpus, cache, near)
 
 
 def _up(value: int, step: int) -> int:
@@ -69,14 +81,20 @@ def _up(value: int, step: int) -> int:
 
 
 def size_engine(
-    options: LoadOptions, nbytes: int, *, device: bool, digest: bool = False, facts: Facts | None = None
+    options: LoadOptions,
+    nbytes: int,
+    *,
+    device: bool,
+    digest: bool = False,
+    pci_address: str | None = None,
+    facts: Facts | None = None,
 ) -> EngineSize:
     """Decides the engine for a load of ``nbytes`` bytes; ``device``: through pinned slots, not in place;
-    ``digest``: pieces are digested, so a slot holds a whole one.
+    ``digest``: pieces are digested, so a slot holds a whole one; ``pci_address``: of the device, if any.
 
     Raises OptionError where explicit sizes do not fit each other.
     """
-    facts = facts_of_this_machine() if facts is None else facts
+    facts = facts_of_this_machine(pci_address) if facts is None else facts
     work = _up(max(nbytes, 1), PAGE)
     chunk = options.chunk_size or min(CHUNK, work)
     reads = -(-work // chunk)
@@ -85,7 +103,7 @@ def size_engine(
     least = _up(min(DIGESTED, work), chunk) if digest else chunk
     slot, pinned = _ring(options, work, chunk, least, facts) if device else (least, 2 * least)
     return EngineSize(
-        chunk, slot, pinned, threads, options.io_depth or IO_DEPTH, options.backend or ("AUTO",)
+        chunk, slot, pinned, threads, options.io_depth or IO_DEPTH, options.backend or ("AUTO",), facts.near
     )
 
 

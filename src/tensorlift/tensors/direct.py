@@ -41,7 +41,13 @@ class Direct:
         files = checkpoint.shard_of[rows]
         self._sizes, self._count = checkpoint.sizes[rows], len(rows)
         self.nbytes, self.files = int(self._sizes.sum()), len(np.unique(files))
-        size = size_engine(options, self.nbytes, device=memory.native_kind != 0, digest=expected is not None)
+        size = size_engine(
+            options,
+            self.nbytes,
+            device=memory.native_kind != 0,
+            digest=expected is not None,
+            pci_address=memory.pci_address,
+        )
         self._engine = Engine(size, memory.native_kind, memory.native_index, trace=trace is not None)
         index = np.full(len(checkpoint.shards), -1, np.int32)
         for shard in np.unique(files).tolist():

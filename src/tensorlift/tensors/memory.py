@@ -57,6 +57,8 @@ class Memory(Protocol):
     """The driver's ordinal."""
     dlpack_device: tuple[int, int]
     """(DLDeviceType, index) of the tensors handed out."""
+    pci_address: str | None
+    """Where the device is plugged in, as sysfs names it ("0000:3b:00.0"); None where that is not known."""
 
     def allocate(self, sizes: Sequence[int]) -> list[Arena]:
         """Arenas of the given bytes, at addresses divisible by 64 (host: 4096 from 64 KiB on) or by 256.
@@ -90,6 +92,7 @@ class HostMemory:
         self.device = torch.device("cpu")
         self.native_kind, self.native_index = abi.DEVICE_CPU, 0
         self.dlpack_device = (_DL_CPU, 0)
+        self.pci_address: str | None = None
 
     def allocate(self, sizes: Sequence[int]) -> list[Arena]:
         """See Memory."""
@@ -129,6 +132,7 @@ class CudaMemory:
         self.device = torch.device("cuda", index)
         self.native_kind, self.native_index = abi.DEVICE_HIP if hip else abi.DEVICE_CUDA, index
         self.dlpack_device = (_DL_ROCM if hip else _DL_CUDA, index)
+        self.pci_address = _pci_address(index)
         self._pool: torch.cuda.MemPool | None = None
         self._checked = self._outside = False
         with torch.cuda.device(index):
@@ -234,6 +238,16 @@ def for_device(device: object) -> Memory:
         return HostMemory()
     assert parsed.index is not None
     return CudaMemory(parsed.index)
+
+
+def _pci_address(index: int) -> str | None:
+    """Where a device is plugged in, as sysfs names it; None where this torch does not say."""
+    about = torch.cuda.get_device_properties(index)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    domain, bus, device = (getattr(about, name, None) for name in names)
+    return (
+        None if domain is None or bus is None or device is None else f"{domain:04x}:{bus:02x}:{device:02x}.0"
+    )
 
 
 @contextlib.contextmanager

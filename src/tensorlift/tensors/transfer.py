@@ -87,7 +87,7 @@ class Transfer:
             self._first_arenas = _arenas_begun(self.layout)
             device = memory.native_kind != 0
             used, digest = int(self.layout.arena_used.sum()), expected is not None
-            size = size_engine(options, used, device=device, digest=digest)
+            size = size_engine(options, used, device=device, digest=digest, pci_address=memory.pci_address)
             self._engine = Engine(
                 size, memory.native_kind, memory.native_index, trace=clock.trace is not None
             )
