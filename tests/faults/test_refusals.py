@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +65,24 @@ def test_pread_needs_neither_rings_nor_maps(case: Case, cold: bool) -> None:
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_uring_needs_no_pread(case: Case, cold: bool) -> None:
-    reason = abi.library().backend_probe("URING", str(case.path))
+@pytest.mark.parametrize(
+    ("backend", "rules", "reader"),
+    [
+        ("URING", ["NO_AIO", "NO_PREAD", "NO_VM_READ"], URING),
+        ("URING_BUFFERED", ["NO_AIO", "NO_PREAD", "NO_VM_READ", "NO_DIRECT_OPEN"], "URING_BUFFERED"),
+        ("AIO", ["NO_URING", "NO_PREAD", "NO_VM_READ"], "AIO_DIRECT"),
+        ("AIO_BUFFERED", ["NO_URING", "NO_PREAD", "NO_VM_READ", "NO_DIRECT_OPEN"], "AIO_BUFFERED"),
+        ("BUFFERED", ["NO_URING", "NO_AIO", "NO_VM_READ", "NO_FILE_MAP", "NO_DIRECT_OPEN"], BUFFERED),
+    ],
+)
+def test_a_reader_needs_the_calls_of_no_other(
+    case: Case, backend: str, rules: list[str], reader: str, cold: bool
+) -> None:
+    reason = abi.library().backend_probe(backend, str(case.path))
     if reason is not None:
-        pytest.skip(f"this machine refuses io_uring: {reason}")
-    answer = case.load(["NO_PREAD", "NO_VM_READ"], cold, backend="URING")
-    assert answer["stats"]["readers"] == {URING: case.nbytes}
+        pytest.skip(f"this machine refuses {backend}: {reason}")
+    answer = case.load(rules, cold, backend=backend)
+    assert answer["stats"]["readers"] == {reader: case.nbytes}
     assert answer["stats"]["fallbacks"] == []
 
 
@@ -138,10 +152,42 @@ def test_a_named_back_end_that_is_refused_is_an_error(
         assert word in answer["message"]
 
 
+RINGS = [
+    *(
+        (name, f"io_uring_setup={why}")
+        for name in ("URING", "URING_BUFFERED")
+        for why in ("ENOMEM", "ENOSYS")
+    ),
+    *((name, f"io_setup={why}") for name in ("AIO", "AIO_BUFFERED") for why in ("EPERM", "ENOSYS", "EAGAIN")),
+    # The set-up is allowed, its use is not.
+    *((name, f"io_uring_enter={why}") for name in ("URING", "URING_BUFFERED") for why in ("EPERM", "EAGAIN")),
+    *(
+        (name, f"io_submit={why}")
+        for name in ("AIO", "AIO_BUFFERED")
+        for why in ("EPERM", "EAGAIN", "EINVAL")
+    ),
+    *((name, "io_getevents=EPERM") for name in ("AIO", "AIO_BUFFERED")),
+]
+
+
+@pytest.mark.parametrize(("backend", "rule"), RINGS)
+def test_rings_that_are_refused_at_any_moment(case: Case, backend: str, rule: str) -> None:
+    reason = os.strerror(getattr(errno, rule.partition("=")[2]))
+    answer = case.refused([rule], backend=backend)
+    assert answer[child.ERROR] == "BackendError", answer
+    assert backend in answer["message"]
+    assert reason in answer["message"]
+    answer = case.load([rule], backend=[backend, "MMAP"])
+    assert answer["stats"]["readers"][MMAP] == case.nbytes
+    told(answer, backend, reason)
+
+
 @pytest.mark.parametrize(
     ("backend", "rules", "reader"),
     [
         (["URING", "MMAP"], ["NO_URING"], MMAP),
+        (["AIO", "URING_BUFFERED"], ["NO_DIRECT_OPEN"], "URING_BUFFERED"),
+        (["AIO_BUFFERED", "BUFFERED"], ["NO_AIO"], BUFFERED),
         (["MMAP", "PREAD"], ["NO_FILE_MAP"], BUFFERED),
         (["MMAP", "AUTO"], ["NO_VM_READ"], BUFFERED),
     ],

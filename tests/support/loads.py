@@ -30,11 +30,11 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def filtered_load(path: str, warm_up: str, rules: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Loads ``path`` under the named groups of rules; all imports and the library come before the filter."""
+    """Loads ``path`` under named rules (seccomp.named); imports and library come before the filter."""
     from tensorlift import loading
 
     loading.load(warm_up)
-    seccomp.install([rule for name in rules for rule in getattr(seccomp, name)])
+    seccomp.install([rule for name in rules for rule in seccomp.named(name)])
     lines = _Lines()
     logging.getLogger("tensorlift").addHandler(lines)
     logging.getLogger("tensorlift").setLevel(logging.INFO)

@@ -20,11 +20,14 @@ _NUMBERS = {
         "cachestat": 451, "execve": 59, "fcntl": 72, "io_uring_enter": 426, "io_uring_register": 427,
         "io_uring_setup": 425, "mincore": 27, "mmap": 9, "open": 2, "openat": 257, "openat2": 437,
         "pread64": 17, "preadv": 295, "preadv2": 327, "process_vm_readv": 310, "mlock": 149,
+        "io_setup": 206, "io_destroy": 207, "io_getevents": 208, "io_submit": 209, "io_pgetevents": 333,
+        "statx": 332,
     },
     "aarch64": {
         "cachestat": 451, "execve": 221, "fcntl": 25, "io_uring_enter": 426, "io_uring_register": 427,
         "io_uring_setup": 425, "mincore": 232, "mmap": 222, "openat": 56, "openat2": 437, "pread64": 67,
-        "preadv": 69, "preadv2": 286, "process_vm_readv": 270, "mlock": 228,
+        "preadv": 69, "preadv2": 286, "process_vm_readv": 270, "mlock": 228, "io_setup": 0, "io_destroy": 1,
+        "io_submit": 2, "io_getevents": 4, "io_pgetevents": 292, "statx": 291,
     },
 }  # fmt: skip
 # linux/audit.h
@@ -61,6 +64,14 @@ def supported() -> str | None:
     if platform.machine() not in _NUMBERS:
         return f"no system call numbers for {platform.machine()}"
     return None
+
+
+def named(name: str) -> tuple[Rule, ...]:
+    """A group of this module, or one call with its errno: "io_setup=EAGAIN"."""
+    call, _, number = name.partition("=")
+    if not number:
+        return tuple(globals()[name])
+    return (Rule(call, getattr(errno, number)),)
 
 
 def install(rules: Iterable[Rule]) -> None:
@@ -109,6 +120,7 @@ def _load_program(code: Sequence[tuple[int, int, int, int]]) -> None:
 
 
 NO_URING = tuple(Rule(f"io_uring_{name}") for name in ("setup", "enter", "register"))
+NO_AIO = tuple(Rule(f"io_{name}") for name in ("setup", "submit", "getevents", "pgetevents"))
 NO_PREAD = tuple(Rule(name) for name in ("pread64", "preadv", "preadv2"))
 NO_VM_READ = (Rule("process_vm_readv"),)
 # Shared maps of a file; anonymous shared memory (descriptor -1) stays allowed: rings and threads may use it.
