@@ -68,11 +68,12 @@ Failure Engine::start() {
     Bound bound(driver_, o.device_index);
     if (bound.failure()) return bound.failure();
     ring_ = std::make_unique<Ring>(driver_, o.slot_bytes, o.pinned_bytes);
-    copier_ = std::make_unique<Copier>(
-        driver_, ring_->count(),
-        Copier::Callbacks{[this] { enter_thread(); },
-                          [this](uint64_t index, uint64_t begin) { slot_copied(index, begin); },
-                          [this](const Failure &f) { failed(f); }});
+    copier_ = std::make_unique<Copier>(driver_, ring_->count(),
+                                       Copier::Callbacks{[this] { enter_thread(); },
+                                                         [this](uint64_t index, uint64_t begin) {
+                                                             guarded([&] { slot_copied(index, begin); });
+                                                         },
+                                                         [this](const Failure &f) { failed(f); }});
     return {};
 }
 
@@ -187,11 +188,7 @@ void Engine::stay_near() {
 void Engine::work() {
     enter_thread();
     while (Chunk *chunk = take_chunk()) {
-        try {
-            fetch(chunk);
-        } catch (const std::exception &error) {
-            failed(failure(TL_ERR_MEMORY, error.what()));
-        }
+        guarded([&] { fetch(chunk); });
     }
 }
 

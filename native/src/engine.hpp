@@ -13,6 +13,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -66,6 +67,16 @@ public:
     void count_read(int path, uint64_t nbytes) override;
 
 private:
+    // Work of a thread of ours: what it throws (there is no memory) is the engine's failure, not the end of the process.
+    template <class Work>
+    void guarded(Work work) {
+        try {
+            work();
+        } catch (const std::exception &error) {
+            failed(failure(TL_ERR_MEMORY, error.what()));
+        }
+    }
+
     // fetch.cpp: how the bytes of a chunk come
     void fetch(Chunk *chunk);
     Failure ready_file(File *file, Route *route);
@@ -125,7 +136,7 @@ private:
     std::atomic<bool> stopping_{false};
     bool closed_ = false;
 
-    std::mutex deep_mutex_;  // guards making the deep readers; no other lock is taken under it
+    std::mutex deep_mutex_;  // guards making the deep readers; of other locks only theirs is taken under it
     std::unique_ptr<DeepReader> deep_[TL_PATH_COUNT];
     Failure deep_why_[TL_PATH_COUNT];
 

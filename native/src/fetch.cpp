@@ -207,16 +207,20 @@ void Engine::complete(const Request &request, int path, const char *bounced) {
         delivered = request.end - request.begin;
     }
     bytes_[path] += delivered;
-    trace_.end(request.begin_ns, TL_STAGE_READ, request.file->index, request.begin,
-               request.end - request.begin, path);
-    part_done(request.chunk);
+    guarded([&] {
+        trace_.end(request.begin_ns, TL_STAGE_READ, request.file->index, request.begin,
+                   request.end - request.begin, path);
+        part_done(request.chunk);
+    });
 }
 
 void Engine::refused(const Request &request, int path, int os_errno) {
-    if (path_refused(request.chunk, request.file, path, std::strerror(os_errno), request.begin,
-                     request.end)) {
-        part_done(request.chunk);
-    }
+    guarded([&] {
+        if (path_refused(request.chunk, request.file, path, std::strerror(os_errno), request.begin,
+                         request.end)) {
+            part_done(request.chunk);
+        }
+    });
 }
 
 // Reads the range again by what is left of the file's route.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <exception>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -24,6 +25,16 @@ public:
 
     void run() {
         sink_->enter_thread();
+        try {
+            keep_reading();
+        } catch (const std::exception &error) {  // there is no memory
+            sink_->failed(failure(TL_ERR_MEMORY, error.what()));
+            ring_->drain();
+        }
+    }
+
+private:
+    void keep_reading() {
         for (;;) {
             Request request;
             while (!free_.empty() && queue_->pop(&request, in_flight() == 0)) begin(request);
@@ -34,7 +45,6 @@ public:
         }
     }
 
-private:
     // The kernel does not let the ring work, at its first use (seccomp allows the set-up alone) or later: what it had
     // and what still comes is for the next way of reading. Nothing is lost by reading it again.
     void give_up(int os_errno) {
