@@ -14,7 +14,6 @@ import argparse
 import gc
 import os
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -26,27 +25,9 @@ import torch
 from tensorlift.bench import machine
 from tensorlift.bench.cases import Case, nvfp4_moe, qwen3_moe
 from tensorlift.bench.parity import compare_bytes
+from tensorlift.bench.pinned import COPY_BYTES, pinned_copy_rate
 from tensorlift.bench.report import Row, Series, show_rows, write_report
 from tensorlift.loading import load, load_into
-
-COPY_BYTES = 1 << 30
-
-
-def pinned_copy_rate(device: torch.device, repeats: int = 10) -> float:
-    """Bytes per second of one pinned 1 GiB copy to the device: the median, timed by the device's events."""
-    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    seconds = []
-    for _ in range(repeats + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(host, non_blocking=True)
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
-    del host, target
-    torch.cuda.empty_cache()
-    return COPY_BYTES / statistics.median(seconds[1:])
 
 
 def sample(series: Series, device: torch.device, work: Callable[[], Any]) -> None:
@@ -117,9 +98,9 @@ def main() -> int:
         checked.append(check_bytes(case, device))
         gc.collect()
         torch.cuda.empty_cache()
-        before = pinned_copy_rate(device)
+        before = pinned_copy_rate(str(device))
         loaded, into = measure(case, device, options.loads, options.intos)
-        after = pinned_copy_rate(device)
+        after = pinned_copy_rate(str(device))
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)
 

@@ -29,10 +29,13 @@ def test_bar(ratio: float, bar: float, at_least: bool, passed: bool) -> None:
 
 def test_file_has_machine_first_and_every_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [report.Row("load, warm", "of the loop", 0.95, 0.9, True, [series(9, 1, 2, 3)])]
-    path = report.write_report(tmp_path, "load", {"processor": "AMD EPYC (x)", "cpus": 2}, {"runs": 3}, rows)
+    path = report.write_report(
+        tmp_path, "load", {"processor": "AMD EPYC (x)", "cpus": 2}, {"on": frozenset({1, 0})}, rows
+    )
     assert path.name.startswith("load-amd-epyc-x-2cpu-")
     record = json.loads(path.read_text())
     assert list(record)[:4] == ["theme", "date", "machine", "settings"]
+    assert record["settings"] == {"on": [0, 1]}
     assert record["rows"][0]["series"][0]["seconds"] == [9, 1, 2, 3]
     assert record["rows"][0]["passed"] is True
     report.show_rows(rows)

@@ -1,7 +1,9 @@
 /* Bare loops that a load can be measured against, and the page cache's state. Threads and nothing else.
  *
- *   ceiling read prepared|fresh buffered|direct THREADS CHUNK FILE...   reads all files, prints {"seconds", "bytes"}
- *   ceiling cached FILE...                                              prints {"cached", "bytes"}, asked by mincore
+ *   ceiling read prepared|fresh buffered|direct THREADS CHUNK LIMIT FILE...
+ *                                reads all files, no more than LIMIT bytes unless that is 0; prints {"seconds", "bytes"}
+ *   ceiling copy THREADS BYTES   copies memory, five times; prints {"seconds", "bytes"} of the fastest
+ *   ceiling cached FILE...       prints {"cached", "bytes"}, asked by mincore
  *
  * prepared: memory that has been written to before the clock starts. fresh: mapped inside the time, huge pages
  * advised. buffered: pread through the page cache. direct: pread with O_DIRECT, THREADS reads in flight.
@@ -80,14 +82,18 @@ static void *work(void *argument) {
     return NULL;
 }
 
-static size_t open_all(source *sources, char **paths, int count, int flags, size_t chunk) {
-    size_t total = 0;
+static size_t open_all(source *sources, char **paths, int count, int flags, size_t chunk, size_t limit) {
+    size_t total = 0, left = limit ? limit : SIZE_MAX;
     for (int i = 0; i < count; i++) {
         struct stat st;
         int fd = open(paths[i], O_RDONLY | O_CLOEXEC | flags);
         if (fd < 0 || fstat(fd, &st)) fail("open", paths[i]);
-        sources[i] = (source){paths[i], fd, (size_t)st.st_size, total};
-        total += ((size_t)st.st_size + chunk + HUGE - 1) / HUGE * HUGE;
+        size_t size = (size_t)st.st_size;
+        /* What is cut off leaves whole chunks, because whole chunks are read. */
+        if (size > left) size = left / chunk * chunk;
+        left -= size;
+        sources[i] = (source){paths[i], fd, size, total};
+        total += (size + chunk + HUGE - 1) / HUGE * HUGE;
     }
     return total;
 }
@@ -101,24 +107,25 @@ static char *map(size_t nbytes) {
 }
 
 static int run_read(char **arguments, int count) {
-    if (count < 5) return 2;
+    if (count < 6) return 2;
     int prepared = !strcmp(arguments[0], "prepared");
     int flags = !strcmp(arguments[1], "direct") ? O_DIRECT : 0;
     int threads = atoi(arguments[2]);
-    job j = {.chunk = strtoull(arguments[3], NULL, 10), .count = count - 4};
+    job j = {.chunk = strtoull(arguments[3], NULL, 10), .count = count - 5};
+    size_t limit = strtoull(arguments[4], NULL, 10);
     if (threads < 1 || threads > MAX_THREADS || !j.chunk || j.chunk % 4096) return 2;
     j.sources = calloc((size_t)j.count, sizeof(source));
     if (!j.sources) fail("calloc", "sources");
 
     char *memory = NULL;
     if (prepared) {
-        size_t total = open_all(j.sources, arguments + 4, j.count, flags, j.chunk);
+        size_t total = open_all(j.sources, arguments + 5, j.count, flags, j.chunk, limit);
         for (int i = 0; i < j.count; i++) close(j.sources[i].fd);
         memory = map(total);
         memset(memory, 1, total);
     }
     double start = now();
-    size_t total = open_all(j.sources, arguments + 4, j.count, flags, j.chunk);
+    size_t total = open_all(j.sources, arguments + 5, j.count, flags, j.chunk, limit);
     j.memory = prepared ? memory : map(total);
     pthread_t ids[MAX_THREADS];
     for (int i = 0; i < threads; i++)
@@ -129,6 +136,43 @@ static int run_read(char **arguments, int count) {
     size_t bytes = 0;
     for (int i = 0; i < j.count; i++) bytes += j.sources[i].size;
     printf("{\"seconds\": %.6f, \"bytes\": %zu}\n", seconds, bytes);
+    return 0;
+}
+
+typedef struct part {
+    char *to, *from;
+    size_t nbytes;
+} part;
+
+static void *copy_part(void *argument) {
+    part *p = argument;
+    memcpy(p->to, p->from, p->nbytes);
+    return NULL;
+}
+
+static int run_copy(char **arguments, int count) {
+    int threads = count == 2 ? atoi(arguments[0]) : 0;
+    size_t nbytes = count == 2 ? strtoull(arguments[1], NULL, 10) : 0;
+    if (threads < 1 || threads > MAX_THREADS || !nbytes) return 2;
+    char *from = map(nbytes), *to = map(nbytes);
+    memset(from, 1, nbytes);
+    memset(to, 2, nbytes);
+    pthread_t ids[MAX_THREADS];
+    part parts[MAX_THREADS];
+    double best = 0;
+    for (int round = 0; round < 5; round++) {
+        double start = now();
+        for (int i = 0; i < threads; i++) {
+            size_t begin = nbytes / (size_t)threads * (size_t)i;
+            size_t end = i + 1 < threads ? nbytes / (size_t)threads * (size_t)(i + 1) : nbytes;
+            parts[i] = (part){to + begin, from + begin, end - begin};
+            if (pthread_create(&ids[i], NULL, copy_part, &parts[i])) fail("pthread_create", "thread");
+        }
+        for (int i = 0; i < threads; i++) pthread_join(ids[i], NULL);
+        double seconds = now() - start;
+        if (!round || seconds < best) best = seconds;
+    }
+    printf("{\"seconds\": %.6f, \"bytes\": %zu}\n", best, nbytes);
     return 0;
 }
 
@@ -154,6 +198,8 @@ int main(int argc, char **argv) {
     int status = 2;
     if (argc > 2 && !strcmp(argv[1], "read")) {
         status = run_read(argv + 2, argc - 2);
+    } else if (argc > 2 && !strcmp(argv[1], "copy")) {
+        status = run_copy(argv + 2, argc - 2);
     } else if (argc > 2 && !strcmp(argv[1], "cached")) {
         size_t cached = 0, bytes = 0, size;
         for (int i = 2; i < argc; i++) {

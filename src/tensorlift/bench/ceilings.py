@@ -16,6 +16,8 @@ from tensorlift.errors import MachineError
 __all__ = ["Ceilings", "drop_cache", "fill_cache"]
 
 _SOURCE = Path(__file__).with_name("ceiling.c")
+# A page or two around a file's end may be cached at any time.
+_TOLERANCE = 0.002
 
 
 class Ceilings:
@@ -41,7 +43,14 @@ class Ceilings:
         self._folder.cleanup()
 
     def read_seconds(
-        self, files: Sequence[Path], *, memory: str, how: str, threads: int, chunk_bytes: int
+        self,
+        files: Sequence[Path],
+        *,
+        memory: str,
+        how: str,
+        threads: int,
+        chunk_bytes: int,
+        limit_bytes: int = 0,
     ) -> float:
         """Time of the bare loop over all files.
 
@@ -51,9 +60,32 @@ class Ceilings:
             how: ``buffered`` or ``direct``.
             threads: threads, and so reads in flight.
             chunk_bytes: one read; a multiple of 4096.
+            limit_bytes: no more than the first so many bytes, in whole chunks; 0 for all.
         """
-        settings = [memory, how, str(threads), str(chunk_bytes)]
+        settings = [memory, how, str(threads), str(chunk_bytes), str(limit_bytes)]
         return float(self._run("read", *settings, *map(str, files))["seconds"])
+
+    def copy_seconds(self, threads: int, nbytes: int) -> float:
+        """Time of copying memory to memory, both there already: the fastest of five times."""
+        return float(self._run("copy", str(threads), str(nbytes))["seconds"])
+
+    def bring(self, files: Sequence[Path], share: float) -> float:
+        """Brings the first share of each file into the page cache and the rest out of it.
+
+        Returns the share that is cached then, by mincore; MachineError where that is not what was wanted.
+        """
+        if share < 1:
+            drop_cache(files)
+        fill_cache(files, share)
+        if 0 < share < 1:
+            drop_cache(files, share)
+        seen = self.cached_share(files)
+        if abs(seen - share) > (_TOLERANCE if share in (0, 1) else 0.05):
+            raise MachineError(
+                f"{files[0].parent}: {seen:.4f} of the bytes are cached, {share} were wanted; is memory "
+                "short, or are the files in a tmpfs or in use elsewhere?"
+            )
+        return seen
 
     def cached_share(self, files: Sequence[Path]) -> float:
         """Share of the files' bytes that are in the page cache, from 0 to 1, as mincore says."""

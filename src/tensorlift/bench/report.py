@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Row", "Series", "show_rows", "write_report"]
+__all__ = ["Row", "Series", "make_record", "show_rows", "write_record", "write_report"]
 
 
 @dataclass(slots=True)
@@ -78,19 +78,26 @@ def write_report(
     folder: Path, theme: str, machine: dict[str, Any], settings: dict[str, Any], rows: list[Row], **more: Any
 ) -> Path:
     """Writes ``<theme>-<hardware>-<date>.json``: machine, settings, then every sample; gives its path."""
-    now = time.time()
+    return write_record(
+        folder, make_record(theme, machine, settings, **more, rows=[r.record() for r in rows])
+    )
+
+
+def make_record(theme: str, machine: dict[str, Any], settings: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What a run has to tell, in the order in which it is to be read: machine and settings first."""
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    # CPUs come as a set, which JSON does not have.
+    plain = {key: sorted(v) if isinstance(v, frozenset) else v for key, v in settings.items()}
+    return {"theme": theme, "date": date, "machine": machine, "settings": plain, **more}
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> Path:
+    """Writes the record as ``<theme>-<hardware>-<date>.json``; gives its path."""
+    machine = record["machine"]
     words = [machine.get("gpu") or machine["processor"], f"{machine['cpus']}cpu"]
     hardware = re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{theme}-{hardware}-{time.strftime('%Y-%m-%d', time.gmtime(now))}.json"
-    record = {
-        "theme": theme,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)),
-        "machine": machine,
-        "settings": settings,
-        **more,
-        "rows": [row.record() for row in rows],
-    }
+    path = folder / f"{record['theme']}-{hardware}-{record['date'][:10]}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return path
 

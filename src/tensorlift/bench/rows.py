@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tensorlift.bench.cases import Case
-from tensorlift.bench.ceilings import Ceilings, drop_cache, fill_cache
+from tensorlift.bench.ceilings import Ceilings
 from tensorlift.bench.report import Row, Series
 from tensorlift.engine.sizing import EngineSize
-from tensorlift.errors import MachineError
 
 __all__ = ["Bench", "Timed"]
 
 Timed = Callable[[], float]
-# A page or two around a file's end may be cached at any time.
-_TOLERANCE = 0.002
 
 
 @dataclass(slots=True)
@@ -144,16 +141,7 @@ class Bench:
 
     def _sample(self, case: Case, share: float, series: Series, timed: Timed) -> None:
         """Brings a share of each file into the cache and the rest out of it, proves it, measures once."""
-        if share < 1:
-            drop_cache(case.files)
-        fill_cache(case.files, share)
-        if 0 < share < 1:
-            drop_cache(case.files, share)
-        seen = self.ceilings.cached_share(case.files)
-        if abs(seen - share) > (_TOLERANCE if share in (0, 1) else 0.05):
-            raise MachineError(
-                f"{case.folder}: {seen:.4f} of the bytes are cached, wanted {share}; is memory short?"
-            )
+        seen = self.ceilings.bring(case.files, share)
         gc.collect()
         before = _disk_bytes()
         series.seconds.append(timed())

@@ -1,0 +1,106 @@
+"""``bench`` on the command line: tables and JSON on stdout, the course of things on stderr, exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from support.checkpoints import Written, random_checkpoint
+from tensorlift.bench import race, rates
+from tensorlift.bench.race import SHARES
+from tensorlift.bench.rivals import DEFAULT, RIVALS
+from tensorlift.cli import bench
+from tensorlift.cli.main import app
+
+
+# Each sample imports torch in a process of its own.
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app, [str(a) for a in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return random_checkpoint(tmp_path_factory.mktemp("bench"), shards=2, tensors=3, codes=["F32"], seed=3)
+
+
+def test_json_and_file_have_machine_ceilings_and_samples(written: Written, tmp_path: Path) -> None:
+    code, out, err = run(
+        "bench", written.path, "--rivals", "safetensors", "--runs", 1, "--json", "--results", tmp_path
+    )
+    assert code == 0, err
+    record = json.loads(out)
+    assert list(record)[:4] == ["theme", "date", "machine", "settings"]
+    assert record["settings"]["cache"] == "warm"
+    assert {rate["kind"] for rate in record["ceilings"]} == {"memory", "cache", "direct"}
+    assert [loader["name"] for loader in record["loaders"]] == ["tensorlift", "safetensors"]
+    assert [len(loader["series"]["seconds"]) for loader in record["loaders"]] == [2, 2]
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("rivals-warm-cpu-")
+    assert json.loads(file.read_text()) == record
+    assert "measuring the ceilings" in err
+    assert f"written: {file}" in err
+
+
+def test_tables_for_people_name_what_is_missing(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = dataclasses.replace(RIVALS["runai"], module="a_module_that_is_nowhere")
+    monkeypatch.setitem(RIVALS, "runai", gone)
+    code, out, _ = run("bench", written.path, "--rivals", "runai", "--runs", 1)
+    assert code == 0
+    assert "page cache to fresh memory, 1 thread" in out
+    assert "not installed: pip install runai-model-streamer" in out
+    assert "cached before each sample: 1.000" in out
+
+
+def test_ours_failing_is_3(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "measure", lambda *_: [])
+    monkeypatch.setattr(race, "ask", lambda *_: ("crashed", {"error": "killed by SIGSEGV"}))
+    code, out, err = run("bench", written.path, "--rivals", "", "--runs", 1)
+    assert code == 3
+    assert "killed by SIGSEGV" in out
+    assert "tensorlift, not counted: crashed" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--cache", "tepid"), "there are warm, cold, half or as-is"),
+        (("--rivals", "dcp"), "there are safetensors, safetensors-rc"),
+        (("--rival-path", "runai=/nowhere/at/all"), "NAME=FOLDER"),
+        (("--runs", "0"), "runs"),
+        (("--timeout", "0"), "timeout"),
+        (("--device", "toaster"), "toaster"),
+    ],
+)
+def test_wrong_requests_are_2(written: Written, arguments: tuple[str, ...], says: str) -> None:
+    code, out, err = run("bench", written.path, *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+def test_chart_without_matplotlib_is_2(
+    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, out, err = run("bench", written.path, "--plot", tmp_path / "out.png")
+    assert (code, out) == (2, "")
+    assert "pip install 'tensorlift[plot]'" in err
+
+
+def test_missing_path_is_1(tmp_path: Path) -> None:
+    assert run("bench", tmp_path / "gone")[0] == 1
+
+
+def test_help_knows_the_same_words_as_the_code() -> None:
+    assert bench._CACHES.replace(" or ", ", ").split(", ") == list(SHARES)
+    assert bench._DEFAULT.split(",") == list(DEFAULT)
+    out = run("bench", "--help")[1]
+    assert all(name in out for name in RIVALS)
