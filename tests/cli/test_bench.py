@@ -17,7 +17,6 @@ from tensorlift.bench.rivals import DEFAULT, RIVALS
 from tensorlift.cli import bench
 from tensorlift.cli.main import app
 
-
 # Each sample imports torch in a process of its own.
 pytestmark = pytest.mark.timeout(600)
 

@@ -20,12 +20,14 @@ from tensorlift.options import BACKENDS, LoadOptions
 __all__ = ["AUTOMATIC", "Choice", "Found", "Trial", "axes", "search"]
 
 FINALISTS = 3
-ROUNDS = 5
-SURVEY_SHARE = 0.6
-# Medians of five on a machine that others use too differ by this much without a reason; and what is really
-# faster wins most rounds, whatever else the machine did meanwhile.
+ROUNDS = 9
+SURVEY_SHARE = 0.4
+# On a machine that others use too, medians differ by this much without a reason; what is really faster also wins
+# most rounds, whatever else the machine did meanwhile. Where the median is this much above the least sample,
+# something else decided: two processors with ten busy threads gave medians of 1.5 to 6 times the least.
 NOISE = 0.05
 WON_SHARE = 0.75
+STEADY = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +109,16 @@ class Found:
         return sum(best < automatic for best, automatic in rounds) / len(rounds)
 
     @property
+    def steady(self) -> bool:
+        """Whether the samples of the best and of the automatic choice are near enough to compare them."""
+        finals = (self.best.final, self.automatic.final)
+        return all(statistics.median(final) <= STEADY * min(final) for final in finals)
+
+    @property
     def advice(self) -> Choice:
         """What to set: AUTOMATIC, nothing, where the best is not better by more than noise."""
-        return self.best.choice if self.gap > NOISE and self.won >= WON_SHARE else AUTOMATIC
+        sure = self.steady and self.gap > NOISE and self.won >= WON_SHARE
+        return self.best.choice if sure else AUTOMATIC
 
 
 def axes(size: EngineSize, *, cold: bool, device: bool, cpus: int) -> dict[str, list[str | int]]:

@@ -109,6 +109,7 @@ def _prepare(device: str) -> None:
     import torch
 
     if device != "cpu":
+        torch.cuda.set_device(device)
         torch.empty(1, device=device)
         torch.cuda.synchronize(device)
 
