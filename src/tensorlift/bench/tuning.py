@@ -22,9 +22,9 @@ __all__ = ["AUTOMATIC", "Choice", "Found", "Trial", "axes", "search"]
 FINALISTS = 3
 ROUNDS = 9
 SURVEY_SHARE = 0.4
-# On a machine that others use too, medians differ by this much without a reason; what is really faster also wins
-# most rounds, whatever else the machine did meanwhile. Where the median is this much above the least sample,
-# something else decided: two processors with ten busy threads gave medians of 1.5 to 6 times the least.
+# On a machine that others use too, medians differ by this much without a reason; what is really faster also
+# wins most rounds, whatever else the machine did meanwhile. Where the median is this much above the least
+# sample, something else decided: with ten busy threads on two processors it was 1.5 to 6 times the least.
 NOISE = 0.05
 WON_SHARE = 0.75
 STEADY = 1.5

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 STATES = ("warm", "cold")
-# A survey of about 25 choices and a final of five rounds of four.
-_LOADS = 50
+# A survey of about 25 choices and a final of many rounds of four: short loads, since more of those fit
+# between what else the machine does.
+_LOADS = 120
 
 
 @guarded
@@ -93,6 +94,7 @@ def _tuned(trials: Trials, state: str, seconds: float) -> dict[str, Any]:
         "trials": _rows(found, trials.bytes),
         "gap": found.gap,
         "won": found.won,
+        "steady": found.steady,
         "set": found.advice.options(),
         "environment": found.advice.environment(),
         "command_line": _command_line(found.advice),
@@ -172,6 +174,9 @@ def _advice(state: str, found: dict[str, Any]) -> str:
     gap = f"the automatic choice takes {found['gap']:.1%} longer than the best, {rows[0]['choice']}"
     if not found["set"] and rows[0]["choice"] == "automatic":
         return f"{state}: set nothing: the automatic choice is the best of the final"
+    if not found["steady"]:
+        busy = "samples of one choice differ too much to compare them: the machine is busy"
+        return f"{state}: set nothing: {busy}; measure again when it is quieter"
     gap += f", which was faster in {found['won']:.0%} of {len(rows[0]['samples'])} rounds"
     if not found["set"]:
         return f"{state}: set nothing: {gap}: that is noise"
