@@ -1,6 +1,7 @@
 // Right bytes on a CPU: every back end, every shape of a plan.
 #include "support.hpp"
 
+#include <map>
 #include <thread>
 
 namespace {
@@ -102,10 +103,16 @@ TEST(a_named_reader_uses_its_own_path_only) {
                 stats.bytes_by_path[TL_PATH_PREAD_BUFFERED] + stats.bytes_by_path[TL_PATH_PREAD_DIRECT];
             if (backend == TL_BACKEND_PREAD) {
                 REQUIRE_EQ(by_pread, all);
-            } else if (backend == TL_BACKEND_URING) {
-                REQUIRE_EQ(stats.bytes_by_path[TL_PATH_URING_DIRECT], all);
-            } else if (backend == TL_BACKEND_MMAP) {
-                REQUIRE_EQ(stats.bytes_by_path[TL_PATH_MMAP], all);
+            }
+            static const std::map<std::uint32_t, int> paths = {
+                {TL_BACKEND_URING, TL_PATH_URING_DIRECT},
+                {TL_BACKEND_MMAP, TL_PATH_MMAP},
+                {TL_BACKEND_URING_BUFFERED, TL_PATH_URING_BUFFERED},
+                {TL_BACKEND_AIO, TL_PATH_AIO_DIRECT},
+                {TL_BACKEND_AIO_BUFFERED, TL_PATH_AIO_BUFFERED},
+                {TL_BACKEND_BUFFERED, TL_PATH_PREAD_BUFFERED}};
+            if (const auto path_of = paths.find(backend); path_of != paths.end()) {
+                REQUIRE_EQ(stats.bytes_by_path[path_of->second], all);
             }
             tl_file_info info{};
             info.struct_size = sizeof info;

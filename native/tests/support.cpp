@@ -284,7 +284,7 @@ std::vector<tl_piece> placed(const Plan &plan, const Bytes &memory, std::size_t 
         piece.file = files[static_cast<std::size_t>(piece.file)];
     }
     if (!pieces.empty()) {
-        pieces[0].flags = 0;  // it joins a piece of the same call only
+        pieces[0].flags &= ~TL_PIECE_JOIN;  // it joins a piece of the same call only
     }
     return pieces;
 }

@@ -15,7 +15,7 @@ from support.native_build import ROOT, build, program
 from tensorlift.engine import abi
 from tensorlift.plan.pieces import PIECE
 
-PROGRAMS = ["abi", "engine", "files", "lifetime", "device", "fences", "faults"]
+PROGRAMS = ["abi", "engine", "files", "lifetime", "device", "digests", "fences", "faults"]
 SANITIZERS = {"address,undefined": "asan", "thread": "tsan"}
 # One test of the program `fences` for each fence of native/src/mutants.hpp.
 MUTANTS = {

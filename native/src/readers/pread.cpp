@@ -1,5 +1,6 @@
 // pread(2): on the thread that asks for what is cached, on threads of its own for what storage has to bring.
 #include <sys/resource.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,37 +22,34 @@ int64_t pread_buffered(const File &file, const iovec *buffers, int count, uint64
 
 namespace {
 
-// What one thread's reads took, and how much of that it slept for storage: time in which others had its CPU does not count.
-class Waits {
-public:
-    void begin() {
-        before_ = usage();
-        begin_ns_ = now_ns();
-    }
-    void end() {
-        const rusage after = usage();
-        const uint64_t cpu =
-            ns(after.ru_utime) + ns(after.ru_stime) - ns(before_.ru_utime) - ns(before_.ru_stime);
+uint64_t thread_cpu_ns() {
+    timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
+}
+
+// How often this thread went to sleep by itself: waiting for storage, say, not while others had its CPU.
+long sleeps() {
+    rusage now{};
+    getrusage(RUSAGE_THREAD, &now);
+    return now.ru_nvcsw;
+}
+
+// One pread, and what it took: on the clock, and of a CPU.
+struct TimedRead {
+    explicit TimedRead(const DeepRead &read) {
+        const uint64_t begin = now_ns(), cpu_begin = thread_cpu_ns();
+        const long before = sleeps();
+        const ssize_t got = pread(read.fd(), read.buffer(), read.nbytes(), static_cast<off_t>(read.offset()));
+        result = got < 0 ? -errno : got;
+        cpu_ns = thread_cpu_ns() - cpu_begin;
+        const long after = sleeps();
         // A kernel that never counts does not say; its waits are taken from the clock alone.
-        const bool slept = after.ru_nvcsw > before_.ru_nvcsw || after.ru_nvcsw == 0;
-        wall_ns += slept ? now_ns() - begin_ns_ : cpu;
-        cpu_ns += cpu;
+        wall_ns = after > before || after == 0 ? now_ns() - begin : cpu_ns;
     }
-    uint64_t wall_ns = 0;
-    uint64_t cpu_ns = 0;
-
-private:
-    static rusage usage() {
-        rusage now{};
-        getrusage(RUSAGE_THREAD, &now);
-        return now;
-    }
-    static uint64_t ns(const timeval &t) {
-        return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_usec) * 1000u;
-    }
-
-    rusage before_{};
-    uint64_t begin_ns_ = 0;
+    int64_t result;
+    uint64_t wall_ns;
+    uint64_t cpu_ns;
 };
 
 // One request a thread. Direct reads wait for storage, so there are threads up to the depth. Buffered ones may be served
@@ -129,16 +127,11 @@ private:
         }
         Failure why;
         for (;;) {
-            Waits waits;
-            waits.begin();
-            const ssize_t got =
-                pread(read.fd(), read.buffer(), read.nbytes(), static_cast<off_t>(read.offset()));
-            const int os_errno = errno;
-            waits.end();
-            wall_ns_ += waits.wall_ns;
-            cpu_ns_ += waits.cpu_ns;
-            if (got > 0) sink_->count_read(path_, static_cast<uint64_t>(got));
-            switch (read.on_result(got < 0 ? -os_errno : got, &why)) {
+            const TimedRead timed(read);
+            wall_ns_ += timed.wall_ns;
+            cpu_ns_ += timed.cpu_ns;
+            if (timed.result > 0) sink_->count_read(path_, static_cast<uint64_t>(timed.result));
+            switch (read.on_result(timed.result, &why)) {
                 case DeepRead::Outcome::kMore:
                     if (sink_->stopping()) return;
                     continue;
