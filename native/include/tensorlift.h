@@ -107,7 +107,7 @@ typedef struct tl_options {
     uint32_t backends[8]; /* tl_backend, in the order of preference */
     uint32_t flags;       /* TL_OPTION_... */
     uint32_t reserved;
-    uint64_t cpus[16]; /* where the engine's threads may run: CPU n is bit n % 64 of cpus[n / 64]; all 0: anywhere */
+    uint64_t cpus[16]; /* where the threads may run: CPU n is bit n % 64 of cpus[n / 64]; all 0: anywhere */
 } tl_options;
 
 /* Keep what each thread did when, for tl_engine_trace. */

@@ -79,6 +79,9 @@ static void print_layout(void) {
     FIELD(tl_piece, destination);
     FIELD(tl_piece, file);
     FIELD(tl_piece, flags);
+}
+
+static void print_layout_of_answers(void) {
     printf("tl_stats %zu\n", sizeof(tl_stats));
     FIELD(tl_stats, struct_size);
     FIELD(tl_stats, reserved);
@@ -249,6 +252,7 @@ static void arenas_are_counted(void) {
 int main(int argc, char **argv) {
     if (argc > 1 && strcmp(argv[1], "--layout") == 0) {
         print_layout();
+        print_layout_of_answers();
         return 0;
     }
     enum { SIZE = 5000 };

@@ -61,6 +61,7 @@ TRACE_EVENT = np.dtype(
 )
 
 _u8, _u16, _u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
+_Bytes = npt.NDArray[np.uint8]
 _i32, _ptr, _text = ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p
 
 
@@ -252,8 +253,7 @@ class Abi:
         """A handle for the functions below. Blocks."""
         handle = _ptr()
         self._ask("tl_engine_create", ctypes.byref(options), ctypes.byref(handle))
-        assert handle.value is not None
-        return handle.value
+        return int(handle.value or 0)
 
     def engine_add_file(self, engine: int, path: bytes, device: int, inode: int, nbytes: int) -> int:
         """Index of the file for pieces."""
@@ -280,7 +280,7 @@ class Abi:
         """Makes a stream wait for all copies issued."""
         self._ask("tl_engine_stream_wait", engine, stream)
 
-    def engine_digests(self, engine: int, first: int, count: int) -> npt.NDArray[np.uint8]:
+    def engine_digests(self, engine: int, first: int, count: int) -> _Bytes:
         """(count, 16) bytes: the digests of landed pieces, zeros where none was asked for."""
         digests = np.zeros((count, DIGEST_BYTES), np.uint8)
         self._ask("tl_engine_digests", engine, first, count, digests.ctypes.data)
@@ -320,10 +320,9 @@ class Abi:
         status = self.call["tl_arena_host"](
             nbytes, ctypes.byref(arena), ctypes.byref(address), ctypes.byref(error)
         )
-        if status == Status.MEMORY:
-            raise OutOfMemoryError(f"{nbytes} bytes of host memory could not be had: {error.text}")
         if status != Status.OK or not arena.value:
-            raise MachineError(f"{nbytes} bytes of host memory: {error.text}")
+            kind = OutOfMemoryError if status == Status.MEMORY else MachineError
+            raise kind(f"{nbytes} bytes of host memory could not be had: {error.text}")
         return arena.value, address.value
 
     def arena_adopt(self, capsule: object) -> tuple[int, int]:
@@ -358,19 +357,15 @@ class Abi:
         return capsules
 
 
-def digest_parts(
-    data: npt.NDArray[np.uint8], edges: npt.NDArray[np.int64], made: npt.NDArray[np.uint8]
-) -> None:
+def digest_parts(data: _Bytes, edges: npt.NDArray[np.int64], made: _Bytes) -> None:
     """``made[i]`` (16 bytes, big endian): XXH3-128 of the bytes from ``edges[i]`` to ``edges[i + 1]``.
 
     All arrays contiguous. Keeps the GIL, so for few bytes a part.
     """
     function, source, target = library().call["tl_digest"], data.ctypes.data, made.ctypes.data
     begins, nbytes = (edges[:-1] + source).tolist(), np.diff(edges).tolist()
-    for begin, size, place in zip(
-        begins, nbytes, range(target, target + made.nbytes, DIGEST_BYTES), strict=True
-    ):
-        function(begin, size, place)
+    for part, (begin, size) in enumerate(zip(begins, nbytes, strict=True)):
+        function(begin, size, target + part * DIGEST_BYTES)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
