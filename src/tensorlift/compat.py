@@ -23,9 +23,11 @@ from tensorlift.errors import OptionError, RequestError
 from tensorlift.format import dtypes
 from tensorlift.loading import LoadedState, load
 from tensorlift.options import LoadOptions
+from tensorlift.plan.arenas import Rules
 from tensorlift.plan.pieces import merge_pieces, new_pieces
 from tensorlift.plan.slices import slice_tensor
 from tensorlift.tensors import memory as memories
+from tensorlift.tensors.transfer import Clock, Transfer
 from tensorlift.tensors.views import Single, sliced
 
 __all__ = ["TensorSlice", "load_file", "safe_open"]
@@ -59,6 +61,7 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         self._filename, self._device = filename, device
         self._memory = memories.for_device(device)
         self._checkpoint = sources.read_headers(sources.find(filename))
+        self._expected = sources.expected_digests(self._checkpoint, self._checkpoint.select(), self._options)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._files: dict[int, int] = {}
@@ -109,11 +112,26 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         """One tensor, owned. Raises TensorNotFoundError, DtypeError and what reading raises."""
         self._check_open()
         row = self._checkpoint.index(name)
+        if self._expected is not None:
+            return self._checked(row)
         single = Single(self._checkpoint, row)
         if single.nbytes == 0:
             return single.empty(single.shape, self._memory)
         with self._read(row, np.array([single.start]), single.nbytes) as arena:
             return single.tensor(arena, self._memory)
+
+    def _checked(self, row: int) -> torch.Tensor:
+        """One tensor that is compared with its digest; an engine of its own, for its digests are by piece."""
+        memory = self._memory
+        rules = Rules(int(self._checkpoint.sizes[row]), device=memory.native_kind != 0)
+        rows = np.array([row], np.int64)
+        transfer = Transfer(self._checkpoint, rows, memory, self._options, rules, Clock(), self._expected)
+        try:
+            transfer.submit(1)
+            transfer.wait(0)
+            return transfer.tensors(0)[0]
+        finally:
+            transfer.close()
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, in file order."""
@@ -122,7 +140,10 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         return load(self._filename, self._device, **given)
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A tensor to be indexed: only the bytes that an index asks for are read."""
+        """A tensor to be indexed: only the bytes that an index asks for are read.
+
+        Parts have no digests: ``verify`` does not cover them.
+        """
         self._check_open()
         return TensorSlice(self, self._checkpoint.index(name))
 

@@ -55,7 +55,7 @@ _SHOWN = 20
 
 Digests = npt.NDArray[np.uint8]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+_Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 
 
 class FileRecord(msgspec.Struct, gc=False, frozen=True):

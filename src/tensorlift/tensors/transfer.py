@@ -165,8 +165,9 @@ class Transfer:
         """As _run_pieces, for tensors that are to be checked."""
         low, high = self._batch_edges[first], self._batch_edges[last]
         owners = self.layout.arenas[low:high]
-        # A tensor of no bytes has no arena, and no piece either.
-        addresses = self._addresses[owners] + self.layout.offsets[low:high].astype(np.uint64)
+        # A tensor of no bytes has no arena (-1), and no piece either.
+        bases = np.append(self._addresses, np.uint64(0))[owners]
+        addresses = bases + self.layout.offsets[low:high].astype(np.uint64)
         return checks.pieces(low, high, self._files[self.table.files[low:high]], addresses, owners)
 
     def tensors(self, batch: int) -> list[torch.Tensor]:

@@ -1,0 +1,60 @@
+"""``tensorlift digest``: what it writes, where, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from support.checkpoints import random_checkpoint
+from support.digests import digests_of
+from tensorlift.cli.main import app
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner(env={"NO_COLOR": "1"}).invoke(app, [str(a) for a in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    written = random_checkpoint(tmp_path / "c", shards=2, tensors=5)
+    code, out, err = run("digest", written.path)
+    assert (code, err) == (0, "")
+    assert "10 tensors" in out
+    record = json.loads((written.path / "tensorlift.digests.json").read_text())
+    assert {t["name"]: t["digest"] for t in record["tensors"]} == digests_of(written.tensors)
+    assert [f["name"] for f in record["files"]] == [path.name for path in written.files]
+
+
+def test_one_file_as_json(tmp_path: Path) -> None:
+    written = random_checkpoint(tmp_path / "c", tensors=5)
+    code, out, err = run("digest", written.files[0], "--json")
+    assert (code, err) == (0, "")
+    said = json.loads(out)
+    assert (said["digests"], said["tensors"]) == (f"{written.files[0]}.digests.json", 5)
+    assert said["bytes"] == sum(len(row[2]) for row in written.tensors.values())
+    assert Path(said["digests"]).exists()
+
+
+def test_out_and_errors(tmp_path: Path) -> None:
+    written = random_checkpoint(tmp_path / "c", shards=2, tensors=2)
+    code, _, err = run("digest", *written.files)
+    assert code == 2
+    assert "--out" in err
+    assert run("digest", *written.files, "--out", tmp_path / "d.json")[0] == 0
+    assert (tmp_path / "d.json").exists()
+    code, _, err = run("digest", written.path, "--out", tmp_path / "none" / "d.json")
+    assert code in (1, 3)
+    assert "d.json" in err
+    code, _, err = run("digest", tmp_path / "nothing")
+    assert code == 1
+    assert "nothing" in err
+
+
+def test_settings_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORLIFT_THREADS", "none")
+    code, _, err = run("digest", random_checkpoint(tmp_path / "c").path)
+    assert code == 2
+    assert "TENSORLIFT_THREADS" in err

@@ -1,0 +1,100 @@
+"""``tensorlift verify``: every difference is listed, and the exit code tells."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
+from support.digests import flip, headers
+from tensorlift.cli.main import app
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner(env={"NO_COLOR": "1"}).invoke(app, [str(a) for a in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    made = random_checkpoint(tmp_path / "c", shards=2, tensors=5, seed=2, codes=["U8", "F32"])
+    assert run("digest", made.path)[0] == 0
+    return made
+
+
+def test_what_is_right(written: Written) -> None:
+    code, out, err = run("verify", written.path)
+    assert (code, err) == (0, "")
+    assert out.startswith("10 tensors")
+    code, out, err = run("verify", written.path, "--json")
+    assert (code, err, json.loads(out)["differences"]) == (0, "", [])
+
+
+def test_every_difference_is_listed(written: Written) -> None:
+    names = [headers(path).names for path in written.files]
+    # The last byte of both files: the last tensors.
+    for path in written.files:
+        flip(path, -1)
+    code, out, err = run("verify", written.path, "--json")
+    assert code == 1
+    found = json.loads(out)["differences"]
+    assert [(one["kind"], one["file"], one["tensor"]) for one in found] == [
+        ("changed", path.name, last[-1]) for path, last in zip(written.files, names, strict=True)
+    ]
+    assert err.startswith("error: DigestError")
+    assert "2 differences" in err
+    assert names[0][-1] in err
+    code, out, _ = run("verify", written.path)
+    assert code == 1
+    assert [line.split(":")[0] for line in out.splitlines()[:2]] == ["changed", "changed"]
+
+
+def test_missing_and_extra_tensors(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", {n: random_row("U8", [9]) for n in "abc"})
+    assert run("digest", path)[0] == 0
+    write_safetensors(path, {n: random_row("U8", [9]) for n in "bcd"})
+    code, out, _ = run("verify", path, "--json")
+    assert code == 1
+    found = [(one["kind"], one["tensor"]) for one in json.loads(out)["differences"]]
+    assert found == [("missing", "a"), ("extra", "d")]
+
+
+def test_other_digests(written: Written, tmp_path: Path) -> None:
+    other = random_checkpoint(tmp_path / "other", tensors=2, seed=7, codes=["U8"])
+    code, out, _ = run("verify", other.path, "--digests", written.path / "tensorlift.digests.json", "--json")
+    kinds = [one["kind"] for one in json.loads(out)["differences"]]
+    assert (code, kinds.count("missing")) == (1, 8 if "layers.0.0.u8" in written.tensors else 10)
+
+
+def test_without_digests(tmp_path: Path) -> None:
+    code, out, err = run("verify", random_checkpoint(tmp_path / "c").path)
+    assert (code, out) == (1, "")
+    assert "tensorlift digest" in err
+    (tmp_path / "bad.json").write_text("{}")
+    code, out, err = run("verify", tmp_path / "c", "--digests", tmp_path / "bad.json")
+    assert (code, out) == (1, "")
+    assert "bad.json" in err
+
+
+def test_a_truncated_file(written: Written) -> None:
+    with written.files[0].open("r+b") as file:
+        file.truncate(written.files[0].stat().st_size - 1)
+    code, _, err = run("verify", written.path)
+    assert code == 1
+    assert err.startswith("error: TruncatedError")
+
+
+def test_no_torch_is_needed(written: Written) -> None:
+    code = (
+        "import sys\nfrom tensorlift.cli.main import main\n"
+        f"sys.argv = ['tensorlift', 'verify', {str(written.path)!r}]\n"
+        "try:\n    main()\nexcept SystemExit as leaving:\n    assert leaving.code == 0\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
