@@ -150,7 +150,7 @@ class LoadOptions:
     threads: int | None = _setting(
         _parse_count,
         "threads",
-        "as many as CPUs may be used (affinity, cgroup quota), at most 16 and one per read",
+        "as many as CPUs may be used (affinity, cgroup quota, local ranks), at most 16 and one per read",
         "Threads that copy out of the page cache.",
     )
     slot_size: int | None = _setting(
