@@ -21,11 +21,12 @@ from tensorlift.engine.sizing import size_engine
 from tensorlift.engine.small import LARGEST, SmallReads
 from tensorlift.errors import OptionError, RequestError
 from tensorlift.format import dtypes
-from tensorlift.loading import LoadedState, load
+from tensorlift.loading import LoadedState, load, load_tensors
 from tensorlift.options import LoadOptions
 from tensorlift.plan.pieces import merge_pieces, new_pieces
 from tensorlift.plan.slices import slice_tensor
 from tensorlift.tensors import memory as memories
+from tensorlift.tensors.transfer import Clock
 from tensorlift.tensors.views import Single, sliced
 
 __all__ = ["TensorSlice", "load_file", "safe_open"]
@@ -56,7 +57,6 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
                 "(for another framework convert them, or use safetensors itself)"
             )
         self._options = LoadOptions.resolve(**options)
-        self._filename, self._device = filename, device
         self._memory = memories.for_device(device)
         self._checkpoint = sources.read_headers(sources.find(filename))
         self._lock = threading.Lock()
@@ -118,8 +118,7 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
     def get_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, in file order."""
         self._check_open()
-        given = {name: getattr(self._options, name) for name in LoadOptions.__dataclass_fields__}
-        return load(self._filename, self._device, **given)
+        return load_tensors(self._checkpoint, None, self._memory, self._options, Clock())
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor to be indexed: only the bytes that an index asks for are read."""

@@ -1,4 +1,4 @@
-"""load(), open(), load_into(): the eight steps of a load, readable from top to bottom.
+"""load(), open(), load_into(): the steps of a load, readable from top to bottom.
 
     1 find       sources.find          a path, a list or a Hub id becomes an ordered list of files
     2 parse      sources.read_headers  each header is read and checked in full
@@ -6,8 +6,7 @@
     4 lay out    plan/arenas           wanted tensors are grouped into arenas (load_into has destinations)
     5 plan       plan/pieces           arenas and runs become pieces
     6 execute    engine/               the native engine reads pieces, Python waits for tickets
-    7 exchange   -                     one process: nothing to exchange
-    8 hand out   tensors/views         tensors that own their bytes
+    7 hand out   tensors/views         tensors that own their bytes
 
 Every tensor handed out is owned: it stays right for as long as somebody holds it, and has a storage of
 exactly its own bytes. It holds its arena back, which is at most `arena_size` or itself.
@@ -75,7 +74,15 @@ def load(
     settings = LoadOptions.resolve(**options)
     memory = memories.for_device(device)
     clock = Clock()
-    checkpoint = _headers(path, clock)
+    state = load_tensors(_headers(path, clock), names, memory, settings, clock)
+    state.stats = _timed(state.stats, time.perf_counter() - begin)
+    return state
+
+
+def load_tensors(
+    checkpoint: Checkpoint, names: Names, memory: memories.Memory, settings: LoadOptions, clock: Clock
+) -> LoadedState:
+    """load() of a checkpoint whose headers are read; its ``stats`` lack the total."""
     rows = checkpoint.select(names)
     rules = _rules(_budget(settings, memory), memory, uniform=False)
     transfer = Transfer(checkpoint, rows, memory, settings, rules, clock)
@@ -95,7 +102,7 @@ def load(
         state.clear()
         raise
     transfer.close()
-    state.stats = _timed(transfer.stats(), time.perf_counter() - begin)
+    state.stats = transfer.stats()
     return state
 
 
