@@ -182,18 +182,23 @@ class Engine:
         """The handle, kept alive inside; what the library refuses comes out as an error of the tree."""
         if self.forked:
             raise exception_of(Failure(Status.FORKED, ""), None)
-        with self._idle:
-            if self._handle is None:
-                raise RequestError("the engine is closed")
-            handle = self._handle
-            self._users += 1
+        counted = False
         try:
+            with self._idle:
+                if self._handle is None:
+                    raise RequestError("the engine is closed")
+                handle = self._handle
+                # No call between these two, so that Ctrl-C cannot come there: a user who is never taken off
+                # again would make close() wait for ever.
+                self._users += 1
+                counted = True
             with self._explained():
                 yield handle
         finally:
-            with self._idle:
-                self._users -= 1
-                self._idle.notify_all()
+            if counted:
+                with self._idle:
+                    self._users -= 1
+                    self._idle.notify_all()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
