@@ -63,6 +63,8 @@ def fill(
     transfers: list[Transfer] = []
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(reporter(options.progress))
+        # Also after a failure, which leaves them half written.
+        stack.callback(_bump_versions, found.direct)
         for direct in directs:
             stack.callback(direct.close)
         progress = _Progress(report, checkpoint, found.targets, [*directs])
@@ -83,7 +85,6 @@ def fill(
             for target in found.ordered:
                 _copy(target.tensor, held.pop(target.name))
         progress.finish()
-    _bump_versions(found.direct)
     parts = [direct.stats() for direct in directs] + [transfer.stats() for transfer in transfers]
     used = np.array([target.row for target in found.targets], np.int64)
     stats = merged(parts, seconds=dict(clock.seconds), files=len(np.unique(checkpoint.shard_of[used])))
