@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tensorlift.stats import LoadStats, merged, reporter
+from tensorlift.stats import LoadStats, merged
 
 ONE = LoadStats(
     bytes=3_000_000_000,
@@ -53,18 +53,3 @@ def test_merged() -> None:
     assert both.threads == 3
     assert both.seconds == {"total": 2.0}
     assert merged([], files=0) == LoadStats()
-
-
-def test_reporter(capsys: pytest.CaptureFixture[str]) -> None:
-    seen = []
-    with reporter(lambda done, total: seen.append((done, total))) as report:
-        assert report is not None
-        report(1, 2)
-    assert seen == [(1, 2)]
-    for nothing in (None, False):
-        with reporter(nothing) as report:
-            assert report is None
-    with reporter(True) as report:
-        assert report is not None
-        report(2, 2)
-    assert capsys.readouterr().out == ""

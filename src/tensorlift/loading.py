@@ -31,15 +31,14 @@ from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
-from tensorlift.stats import LoadStats, reporter
+from tensorlift.progress import Report, reporter
+from tensorlift.stats import LoadStats
 from tensorlift.tensors import devices
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.filling import Filled, fill
 from tensorlift.tensors.transfer import Clock, Transfer
 
 __all__ = ["LoadedState", "Weights", "load", "load_into", "open"]
-
-Report = Callable[[int, int], object]
 
 
 class LoadedState(dict[str, torch.Tensor]):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LoadStats", "merged", "reporter"]
+__all__ = ["LoadStats", "merged"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,28 +96,3 @@ def merged(parts: list[LoadStats], **changes: Any) -> LoadStats:
         else:
             total[field.name] = sum(values)
     return LoadStats(**(total | changes))
-
-
-Report = Callable[[int, int], object]
-
-
-@contextlib.contextmanager
-def reporter(progress: bool | Report | None) -> Iterator[Report | None]:
-    """What to call with (bytes done, bytes in all): the caller's own function, a bar on stderr, or None."""
-    if not isinstance(progress, bool):
-        yield progress
-    elif not progress:
-        yield None
-    else:
-        # Only here: importing rich takes longer than loading a small model.
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-        columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=None)
-
-            def report(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
-
-            yield report

@@ -77,6 +77,12 @@ def test_bar_goes_to_stderr_when_asked_for(written: Written) -> None:
     assert "loading" in err
 
 
+def test_the_command_line_wins_over_the_environment(written: Written) -> None:
+    env = {"TENSORLIFT_PROGRESS": "1", "FORCE_COLOR": "1"}
+    assert run("load", written.path, "--json", "--no-progress", env=env)[2] == ""
+    assert "loading" in run("load", written.path, "--json", env=env)[2]
+
+
 def test_no_color_is_honoured(written: Written) -> None:
     done = program("show", written.path, env=os.environ | {"NO_COLOR": "1", "FORCE_COLOR": "1"})
     assert done.returncode == 0

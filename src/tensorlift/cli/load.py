@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from tensorlift.cli.console import guarded, human_bytes
 from tensorlift.options import BACKENDS, LoadOptions
+from tensorlift.progress import Report, bar
 
 if TYPE_CHECKING:
     from tensorlift.stats import LoadStats
 
 __all__ = ["command"]
-
-Report = Callable[[int, int], object]
 
 
 def _load(
@@ -63,34 +53,16 @@ def _once(
 ) -> LoadStats:
     from tensorlift.loading import load  # torch only now
 
-    with _bar(progress) as report:
+    if progress is None and not sys.stderr.isatty():
+        # Nobody said: TENSORLIFT_PROGRESS may.
+        told: contextlib.AbstractContextManager[bool | Report | None] = contextlib.nullcontext()
+    else:
+        told = contextlib.nullcontext(False) if progress is False else bar(force=bool(progress))
+    with told as report:
         state = load(
             paths[0] if len(paths) == 1 else paths, device=device, names=names, progress=report, **given
         )
         return state.stats
-
-
-@contextmanager
-def _bar(wanted: bool | None) -> Iterator[Report | None]:
-    """A progress bar in bytes on stderr; none where stderr is no terminal, unless it is asked for."""
-    if wanted is False or (wanted is None and not sys.stderr.isatty()):
-        yield None
-        return
-    columns = (
-        TextColumn("loading"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True, force_terminal=True if wanted else None)
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-
-        def report(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        yield report
 
 
 def _finish(paths: list[str], device: str, runs: list[LoadStats], as_json: bool) -> None:

@@ -15,7 +15,8 @@ from tensorlift.errors import MismatchError, TensorNotFoundError
 from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
-from tensorlift.stats import LoadStats, merged, reporter
+from tensorlift.progress import Report, reporter
+from tensorlift.stats import LoadStats, merged
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.destinations import Match, Target, match, tensors_of
 from tensorlift.tensors.direct import Direct
@@ -23,8 +24,6 @@ from tensorlift.tensors.transfer import Clock, Transfer
 from tensorlift.tensors.views import check_expressible, collector_paused
 
 __all__ = ["Filled", "fill"]
-
-Report = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)
