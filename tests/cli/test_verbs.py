@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from support.checkpoints import Written, random_checkpoint, write_raw
+from support.checkpoints import Written, random_checkpoint, random_row, write_raw, write_safetensors
 from tensorlift.cli.main import app
 
 
@@ -196,3 +196,18 @@ def test_ctrl_c_is_130_without_a_traceback(written: Written) -> None:
         err = child.stderr.read()
         assert child.wait(60) == 130
     assert err == "interrupted\n"
+
+
+def test_names_out_of_files_do_nothing_to_a_terminal(tmp_path: Path) -> None:
+    evil = "\x1b[31mred\x07"
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(folder)
+    path = os.fsdecode(folder + b"/m.safetensors")
+    write_safetensors(Path(path), {evil: random_row("U8", [4])}, {evil: evil})
+    for verb in (("show", "--tensors"), ("show", "--tensors", "--json"), ("load",), ("doctor",)):
+        done = program(verb[0], path, *verb[1:], env=os.environ | {"TENSORLIFT_BACKEND": "URING,MMAP"})
+        assert done.returncode == 0, done.stderr
+        assert not set("\x1b\x07") & set(done.stdout + done.stderr)
+    for error in (program("load", path, "--name", evil + "x"), program("load", path, "--device", "cuda:0")):
+        assert error.returncode == 2
+        assert not set("\x1b\x07") & set(error.stdout + error.stderr)

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from tensorlift.cli.console import EXIT_MACHINE, data_console, guarded, human_bytes
 from tensorlift.errors import LibraryError, MachineError, TensorliftError
+from tensorlift.format.quoting import clean
 
 __all__ = ["command", "examine"]
 
@@ -150,7 +151,7 @@ def _print(facts: dict[str, Any]) -> None:
     ):
         console.print(f"{name}: {value}")
     if "file" in facts:
-        console.print(f"tried on: {facts['file']['path']} ({facts['file']['file_system']})")
+        console.print(f"tried on: {clean(facts['file']['path'])} ({facts['file']['file_system']})")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "works", "why not"):
         table.add_column(column, overflow="fold")

@@ -13,6 +13,7 @@ import torch
 from tensorlift.engine.sizing import budget
 from tensorlift.errors import MismatchError, TensorNotFoundError
 from tensorlift.format.checkpoint import Checkpoint, Names
+from tensorlift.format.quoting import clean, quote
 from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
 from tensorlift.progress import Report, reporter
@@ -113,9 +114,9 @@ def _check_names(found: Match, checkpoint: Checkpoint) -> None:
     for names, text in ((found.missing, "not in the checkpoint"), (found.unexpected, "not in the model")):
         if names:
             more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-            parts.append(f"{len(names)} {text}: {', '.join(map(repr, names[:20]))}{more}")
+            parts.append(f"{len(names)} {text}: {', '.join(map(quote, names[:20]))}{more}")
     raise MismatchError(
-        f"{checkpoint.where}: checkpoint and model have different names: {'; '.join(parts)}; "
+        f"{clean(checkpoint.where)}: checkpoint and model have different names: {'; '.join(parts)}; "
         "pass strict=False to load what fits"
     )
 
