@@ -67,7 +67,8 @@ def load(
     options: the fields of LoadOptions; an explicit value wins over ``TENSORLIFT_<NAME>``.
 
     The dict's ``stats`` is a LoadStats. On a device, the bytes are there for work on the current stream.
-    Raises errors of the tree below TensorliftError; nothing is left behind then.
+    Raises errors of the tree below TensorliftError (TypeError for a path that is none); nothing is left
+    behind then.
     """
     begin = time.perf_counter()
     settings = LoadOptions.resolve(**options)
