@@ -8,7 +8,8 @@ namespace {
 
 // Whole slots, at least two, each with a page on top to shift its bytes in.
 std::uint64_t most_pinned(const tl_options &options) {
-    return std::max<std::uint64_t>(2, options.pinned_bytes / options.slot_bytes) * (options.slot_bytes + 4096);
+    return std::max<std::uint64_t>(2, options.pinned_bytes / options.slot_bytes) *
+           (options.slot_bytes + 4096);
 }
 
 // Loads a plan in parts of random size and takes each arena's bytes in the order of the consumer's stream.
