@@ -271,6 +271,32 @@ def test_failures_leave_it_usable(tmp_path: Path, backend: str | None) -> None:
         file.close()
 
 
+def test_a_thread_sees_no_failure_of_another_threads_file(tmp_path: Path) -> None:
+    rows = {name: random_row("U8", [2 << 20], seed) for seed, name in enumerate("ab")}
+    paths = [write_safetensors(tmp_path / f"{name}.safetensors", {name: rows[name]}) for name in rows]
+    file = compat.safe_open(paths, "pt", backend="PREAD")
+    os.truncate(paths[0], 1000)
+    seen: list[str] = []
+    ended = threading.Event()
+
+    def fail() -> None:
+        while not ended.is_set():
+            with pytest.raises(TruncatedError, match=r"a\.safetensors"):
+                file.get_tensor("a")
+            seen.append("a")
+
+    thread = threading.Thread(target=fail)
+    with leaks.nothing_left():
+        thread.start()
+        try:
+            while len(seen) < 50:
+                assert_tensor(file.get_tensor("b"), rows["b"])
+        finally:
+            ended.set()
+            thread.join(60)
+        file.close()
+
+
 def test_a_huge_slice_index_fails_as_an_index(path: Path) -> None:
     with pytest.raises(IndexError):
         compat.safe_open(path, "pt").get_slice("z")[10**9]

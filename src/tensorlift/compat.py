@@ -19,7 +19,7 @@ from tensorlift import sources
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.sizing import size_engine
 from tensorlift.engine.small import LARGEST, SmallReads
-from tensorlift.errors import OptionError, RequestError
+from tensorlift.errors import OptionError, RequestError, TensorliftError
 from tensorlift.format import dtypes
 from tensorlift.loading import LoadedState, load, load_tensors
 from tensorlift.options import LoadOptions
@@ -145,21 +145,43 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
                 self._small.read(shard, self._checkpoint.shards[shard], int(starts[0]), nbytes, arena.address)
                 yield arena
                 return
-            engine, file = self._engine_for(row, nbytes * count)
+            failed = False
             try:
-                places = arena.address + np.arange(count, dtype=np.uint64) * np.uint64(nbytes)
-                pieces = merge_pieces(new_pieces(file, starts, np.full(count, nbytes), places))
-                engine.wait(engine.submit(pieces, memory.stream()))
-                if memory.native_kind != 0:
-                    engine.stream_wait(memory.stream())
-                    memory.ready()
-            except BaseException:
-                # The engine may be writing still, and one that failed stays so: the next call makes another.
-                self._drop(engine)
-                raise
+                self._fill(*self._engine_for(row, nbytes * count), starts, nbytes, arena)
+            except TensorliftError:
+                failed = True
+            if failed:
+                # An engine tells its first failure to all, and that may be another thread's. What is wrong
+                # with this read shows when it has an engine to itself.
+                self._check_open()
+                with self._new_engine(nbytes * count) as engine:
+                    file = engine.add_file(self._checkpoint.shards[int(self._checkpoint.shard_of[row])])
+                    self._fill(engine, file, starts, nbytes, arena)
             yield arena
         finally:
             arena.release()
+
+    def _fill(
+        self, engine: Engine, file: int, starts: npt.NDArray[np.int64], nbytes: int, arena: memories.Arena
+    ) -> None:
+        """Blocks of ``nbytes`` bytes each, one after another into the arena."""
+        memory, count = self._memory, len(starts)
+        places = arena.address + np.arange(count, dtype=np.uint64) * np.uint64(nbytes)
+        pieces = merge_pieces(new_pieces(file, starts, np.full(count, nbytes), places))
+        try:
+            engine.wait(engine.submit(pieces, memory.stream()))
+            if memory.native_kind != 0:
+                engine.stream_wait(memory.stream())
+                memory.ready()
+        except BaseException:
+            # The engine may be writing still, and one that failed stays so: the next call makes another.
+            self._drop(engine)
+            raise
+
+    def _new_engine(self, nbytes: int) -> Engine:
+        memory = self._memory
+        size = size_engine(self._options, nbytes, device=memory.native_kind != 0)
+        return Engine(size, memory.native_kind, memory.native_index)
 
     def _engine_for(self, row: int, nbytes: int) -> tuple[Engine, int]:
         """The engine, made for the largest tensor at the first call, and its index of the tensor's file."""
@@ -167,10 +189,8 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         with self._lock:
             self._check_open()
             if self._engine is None:
-                memory = self._memory
                 largest = int(self._checkpoint.sizes.max(initial=nbytes))
-                size = size_engine(self._options, largest, device=memory.native_kind != 0)
-                self._engine, self._files = Engine(size, memory.native_kind, memory.native_index), {}
+                self._engine, self._files = self._new_engine(largest), {}
             if shard not in self._files:
                 self._files[shard] = self._engine.add_file(self._checkpoint.shards[shard])
             return self._engine, self._files[shard]
