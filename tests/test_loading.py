@@ -130,7 +130,10 @@ def test_stats(large: tuple[Path, dict[str, Row]]) -> None:
     assert stats.arenas == 6
     with loading.open(large[0], **SMALL_ARENAS) as weights:
         assert weights.stats.bytes == 0
-        list(weights)
+        steps = iter(weights)
+        next(steps)
+        assert (weights.stats.bytes, weights.stats.tensors) == (2 * MIB, 2), "read ahead is not done yet"
+        list(steps)
         assert weights.stats.bytes == 12 * MIB
     assert weights.stats.tensors == 12
     assert weights.stats.device_peak_bytes <= 4 * MIB + 8192

@@ -74,6 +74,7 @@ class Transfer(Running):
         self._arenas: dict[int, Arena] = {}
         self._addresses = np.zeros(len(self.layout.arena_nbytes), np.uint64)
         self._tickets: list[int] = []
+        self._arrived = 0
         self.held_bytes = self.peak_bytes = 0
 
     def _lay_out(self, rules: Rules) -> Layout:
@@ -140,6 +141,7 @@ class Transfer(Running):
         """Waits until a batch is there for work on the caller's stream; raises what stopped the engine."""
         with self.clock.phase("read"):
             self._arrive(self._tickets[batch], tick)
+        self._arrived = max(self._arrived, batch + 1)
 
     def finish(self, batch: int) -> None:
         """Lets go of the arenas that no later batch uses; tensors made of them keep them."""
@@ -161,7 +163,7 @@ class Transfer(Running):
     def stats(self) -> LoadStats:
         """What was done so far; ``seconds`` without ``total``."""
         report = self.report()
-        done = self._batch_edges[self.submitted]
+        done = self._batch_edges[self._arrived]
         return report.stats(
             nbytes=int(self.table.sizes[:done].sum()),
             tensors=done,
