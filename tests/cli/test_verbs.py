@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -171,9 +173,11 @@ def test_doctor_without_a_path_makes_its_own() -> None:
     assert "probe.safetensors" in done.stdout
 
 
-def test_closed_pipe_is_quiet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["--json", None])
+def test_closed_pipe_is_quiet(tmp_path: Path, form: str | None) -> None:
     many = random_checkpoint(tmp_path, tensors=3000, elements=4)
-    command = [sys.executable, "-m", "tensorlift", "show", str(many.path), "--tensors", "--json"]
+    command = [sys.executable, "-m", "tensorlift", "show", str(many.path), "--tensors"]
+    command += [form] if form else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stderr is not None
@@ -181,6 +185,29 @@ def test_closed_pipe_is_quiet(tmp_path: Path) -> None:
         child.stdout.close()
         assert child.stderr.read() == b""
         assert child.wait(60) == 141
+
+
+@pytest.mark.parametrize("verb", [("show", "--json"), ("show",), ("load",), ("doctor",)])
+def test_a_full_disk_behind_the_output_is_3(written: Written, verb: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "tensorlift", verb[0], str(written.path), *verb[1:]]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: OSError\n  the output could not be written:")
+    assert "bug" not in done.stderr
+
+
+def test_doctor_without_room_for_its_file_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    code, out, err = run("doctor")
+    assert (code, out) == (3, "")
+    assert str(tmp_path) in err
+    assert "TMPDIR" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_is_130_without_a_traceback(written: Written) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,21 @@ def _smallest(path: str, checkpoint: Any) -> dict[str, Any]:
     }
 
 
-@contextmanager
+@contextlib.contextmanager
 def _small_file() -> Iterator[str]:
     """A checkpoint of one tensor of 64 KiB on the file system that temporary files use."""
     header = json.dumps({"probe": {"dtype": "U8", "shape": [65536], "data_offsets": [0, 65536]}}).encode()
     header += b" " * (-len(header) % 8)
-    with tempfile.TemporaryDirectory(prefix="tensorlift-") as folder:
-        file = Path(folder, "probe.safetensors")
-        file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(range(256)) * 256)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorlift-"))
+            file = Path(folder, "probe.safetensors")
+            file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(range(256)) * 256)
+        except OSError as error:
+            raise MachineError(
+                f"the small file that readers are tried on could not be written: {error}; give the path of a "
+                "checkpoint instead, or set TMPDIR to a folder with room"
+            ) from error
         yield str(file)
 
 
