@@ -26,7 +26,9 @@ _POLICIES = ("AUTO",)
 
 @guarded
 def command(
-    path: str | None = typer.Argument(None, help="Try the readers on this checkpoint; else on a small file."),
+    path: str | None = typer.Argument(
+        None, metavar="PATH", help="Try the readers on this checkpoint; else on a small file."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> int:
     """Say which readers and devices work on this machine, and why the others do not."""

@@ -85,14 +85,14 @@ def _finish(paths: list[str], device: str, runs: list[LoadStats], as_json: bool)
 
 def _parameters() -> Iterator[tuple[str, Any, Any]]:
     """(name, type, default) of every parameter: the verb's own, then one for each field of LoadOptions."""
-    yield "paths", list[str], typer.Argument(metavar="PATH...", help="A file, files, a folder or a Hub id.")
-    yield "device", str, typer.Option("cpu", help="Where to: cpu, cuda, cuda:1.")
+    yield "paths", list[str], typer.Argument(metavar="PATH", help="A file, files, a folder or a Hub id.")
+    yield "device", str, typer.Option("cpu", metavar="DEVICE", help="Where to: cpu, cuda, cuda:1.")
     yield (
         "names",
         list[str] | None,
-        typer.Option(None, "--name", help="Only tensors of this name or glob; repeatable."),
+        typer.Option(None, "--name", metavar="NAME", help="Only tensors of this name or glob; repeatable."),
     )
-    yield "repeat", int, typer.Option(1, min=1, help="Load this many times.")
+    yield "repeat", int, typer.Option(1, min=1, metavar="NUMBER", help="Load this many times.")
     bar = typer.Option(
         None, "--progress/--no-progress", help="A bar on stderr; without either, on a terminal only."
     )
@@ -102,8 +102,8 @@ def _parameters() -> Iterator[tuple[str, Any, Any]]:
         if field.name == "progress":
             continue
         meta = field.metadata
-        text = f"{meta['doc']} In {meta['unit']}; automatic: {meta['automatic']}."
-        text = f"{text} [{LoadOptions.variable(field.name)}]"
+        unit = "Bytes, or text such as 64MiB; automatic" if meta["unit"] == "bytes" else "Automatic"
+        text = f"{meta['doc']} {unit}: {meta['automatic']}. [{LoadOptions.variable(field.name)}]"
         option = "--" + field.name.replace("_", "-")
         if field.name == "backend":
             text = f"{text} Repeatable. Known: {', '.join(BACKENDS)}."
