@@ -229,7 +229,7 @@ class GatedRepoError(Exception):
         ),
         (errors.HFValidationError("bad name"), CheckpointError, "check the name"),
         (OSError(28, "No space left on device"), CheckpointError, "No space left"),
-        (RuntimeError("odd\n\x1b"), CheckpointError, "RuntimeError: 'odd\\n\\x1b'"),
+        (RuntimeError("odd\n\n\x1b at last."), CheckpointError, "RuntimeError: odd \\x1b at last; check"),
         (GatedRepoError("403"), CheckpointError, "accept its licence"),
     ],
 )

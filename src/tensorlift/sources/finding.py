@@ -12,6 +12,7 @@ from tensorlift.errors import CheckpointError
 from tensorlift.format.listing import (
     INDEX_SUFFIX,
     SUFFIX,
+    UNFINISHED,
     choose_files,
     choose_index,
     foreign_suffix,
@@ -69,7 +70,9 @@ def find(path: PathLike | Iterable[PathLike]) -> Found:
         if mode is None:
             return _not_here(shown, isinstance(path, str))
         return _folder(shown) if stat.S_ISDIR(mode) else _file(shown, mode)
-    if not isinstance(path, Iterable) or isinstance(path, (Mapping, bytearray, memoryview)):
+    # An open file is an iterable too, of its lines: bytes of tensors, taken for names.
+    none = isinstance(path, (Mapping, bytearray, memoryview)) or hasattr(path, "read")
+    if none or not isinstance(path, Iterable):
         raise TypeError(
             f"path: wanted str, bytes, os.PathLike or an iterable of these, found {type(path).__name__}"
         )
@@ -96,7 +99,9 @@ def _not_here(shown: str, may_be_id: bool) -> Found:
     """Where no file is: a model of the Hub, out of the local cache if that has all of it, else downloaded."""
     asked = hub.parse_id(shown) if may_be_id else None
     if asked is None:
-        raise nothing_at(shown)
+        # Of a model on the Hub, the name alone was given.
+        bare = may_be_id and not foreign_suffix(shown) and hub.parse_id(f"organisation/{shown}")
+        raise nothing_at(shown, "; a model of the Hub is asked for as 'organisation/name'" if bare else "")
     unfinished = None
     folder = hub.cached(*asked)
     if folder is not None:
@@ -150,11 +155,21 @@ def _file(shown: str, mode: int) -> Found:
         return _index(os.path.dirname(shown), os.path.basename(shown), shown)
     suffix = foreign_suffix(shown)
     if suffix is not None:
-        raise CheckpointError(
-            f"{clean(shown)}: wanted a safetensors file, found the suffix {suffix}, which stands for "
-            "another format; convert it, or rename it if it is safetensors after all"
-        )
+        raise _other_format(shown, suffix)
     return Found(shown, (_source(shown),))
+
+
+def _other_format(shown: str, suffix: str) -> CheckpointError:
+    means = "stands for another format; convert it, or rename it if it is safetensors after all"
+    if suffix == ".json":
+        means = f"holds weights only as an index (*{INDEX_SUFFIX}); give the folder that it is in"
+    elif suffix in UNFINISHED:
+        means = (
+            "stands for a download that was not finished; finish it, or rename it if it is whole after all"
+        )
+    return CheckpointError(
+        f"{clean(shown)}: wanted a safetensors file, found the suffix {suffix}, which {means}"
+    )
 
 
 def _folder(shown: str) -> Found:
