@@ -1,4 +1,4 @@
-"""What the verbs share: exit codes, errors as one readable block, sizes as text.
+"""What the verbs share: exit codes, errors as one readable block, where data goes.
 
 Data goes to stdout, everything else to stderr.
 """
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tensorlift.errors import FileError, MachineError, TensorliftError
 
-__all__ = ["EXIT_CODES", "data_console", "exit_code", "guarded", "human_bytes", "print_error"]
+__all__ = ["EXIT_CODES", "data_console", "exit_code", "guarded", "print_error"]
 
 EXIT_FILE = 1
 EXIT_REQUEST = 2
@@ -119,12 +119,3 @@ class _Output(Console):
 def data_console() -> Console:
     """Where verbs print tables: stdout; a pipe has no width to fit into."""
     return _Output(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
-
-
-def human_bytes(nbytes: float) -> str:
-    """Bytes with a decimal unit: ``1.50 GB``."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(nbytes) < 1000 or unit == "TB":
-            break
-        nbytes /= 1000
-    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"

@@ -14,9 +14,10 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import EXIT_MACHINE, data_console, guarded, human_bytes
+from tensorlift.cli.console import EXIT_MACHINE, data_console, guarded
 from tensorlift.errors import LibraryError, MachineError, TensorliftError
 from tensorlift.format.quoting import clean
+from tensorlift.stats import human_bytes
 
 __all__ = ["command", "examine"]
 

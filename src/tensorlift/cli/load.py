@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tensorlift.cli.console import guarded, human_bytes
+from tensorlift.cli.console import guarded
 from tensorlift.options import BACKENDS, LoadOptions
 from tensorlift.progress import Report, bar
+from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
     from tensorlift.stats import LoadStats

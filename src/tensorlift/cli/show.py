@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import data_console, guarded, human_bytes
-from tensorlift.format.quoting import clean
+from tensorlift.cli.console import data_console, guarded
+from tensorlift.format.quoting import clean, plural
+from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
     from tensorlift.format.checkpoint import Checkpoint
@@ -96,7 +97,9 @@ def _summed(keys: list[str], sizes: list[int]) -> dict[str, dict[str, int]]:
 def _print(facts: dict[str, Any]) -> None:
     console = data_console()
     total = facts["bytes"]
-    console.print(f"{facts['tensors']} tensors, {human_bytes(total)}, {len(facts['files'])} files")
+    console.print(
+        f"{plural(facts['tensors'], 'tensor')}, {human_bytes(total)}, {plural(len(facts['files']), 'file')}"
+    )
     for key, value in (facts["metadata"] or {}).items():
         console.print(f"metadata {clean(key)}: {clean(value)}")
     console.print(_files_table(facts["files"]))
