@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 
 __all__ = ["Report", "bar", "reporter"]
 
+# Columns that bar, bytes, speed and time need side by side; in fewer, the numbers go alone.
+_NARROW = 60
+
 Report = Callable[[int, int], object]
 """Called with (bytes done, bytes in all)."""
 
@@ -29,15 +32,23 @@ def bar(force: bool = False) -> Iterator[Report]:
     # Only here: importing rich takes longer than loading a small model.
     from rich import progress
     from rich.console import Console
+    from rich.table import Column
 
-    columns = (
-        progress.TextColumn("loading"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
+    def whole() -> Column:
+        return Column(no_wrap=True)
+
     console = Console(stderr=True, force_terminal=force or None)
+    columns: list[progress.ProgressColumn] = [
+        progress.DownloadColumn(table_column=whole()),
+        progress.TransferSpeedColumn(table_column=whole()),
+    ]
+    if console.width >= _NARROW:
+        columns = [
+            progress.TextColumn("loading", table_column=whole()),
+            progress.BarColumn(),
+            *columns,
+            progress.TimeRemainingColumn(table_column=whole()),
+        ]
     with progress.Progress(*columns, console=console, transient=True) as drawn:
         task = drawn.add_task("", total=None)
 
