@@ -323,3 +323,9 @@ def test_a_device_that_is_not_supported(write: Write, monkeypatch: pytest.Monkey
     monkeypatch.setattr(destinations, "check_kind", refuse)
     with pytest.raises(DeviceError, match="'a': device cpu is not supported"):
         loading.load_into({"a": torch.zeros(4)[::2]}, write({"a": values(2)}))
+
+
+def test_a_device_is_that_of_the_model(write: Write) -> None:
+    path = write({"weight": torch.ones(2)})
+    with pytest.raises(OptionError, match="load_into takes no device: bytes go to where the model is"):
+        loading.load_into({"weight": torch.zeros(2)}, path, device="cpu")

@@ -27,8 +27,9 @@ import torch
 
 from tensorlift import sources
 from tensorlift.engine.sizing import Budget, budget
-from tensorlift.errors import RequestError
+from tensorlift.errors import OptionError, RequestError
 from tensorlift.format.checkpoint import Checkpoint, Names
+from tensorlift.format.quoting import plural, quote
 from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
 from tensorlift.progress import Report, reporter
@@ -137,6 +138,12 @@ class Weights:
         self._opening = time.perf_counter() - begin
         self._generator: Callable[[], Generator[tuple[str, torch.Tensor], None, None] | None] = lambda: None
         self._closed = False
+
+    def __repr__(self) -> str:
+        """What, where to, and whether it can be iterated over still."""
+        state = "closed" if self._closed else "open" if self._pass is None else "iterated over"
+        count = plural(len(self._rows), "tensor")
+        return f"<Weights of {quote(self._checkpoint.where)}: {count} for {self.device}, {state}>"
 
     def __enter__(self) -> Weights:
         """Itself."""
@@ -270,6 +277,8 @@ def load_into(
     as load() does, and RequestError for a meta tensor, MismatchError listing every shape that differs.
     """
     begin = time.perf_counter()
+    if "device" in options:
+        raise OptionError("load_into takes no device: bytes go to where the model is; move the model first")
     settings = LoadOptions.resolve(**options)
     clock = Clock()
     if names is not None and not (isinstance(names, (str, re.Pattern)) or callable(names)):
