@@ -390,13 +390,3 @@ def test_a_failed_load_leaves_nothing(tmp_path: Path, large: tuple[Path, dict[st
             list(weights)
         caught.value.__traceback__ = None
         del weights, caught
-
-
-def test_what_is_printed_of_weights(written: Written) -> None:
-    weights = loading.open(written.path)
-    name = f"<Weights of '{written.path}': {len(written.tensors)} tensors for cpu, "
-    assert repr(weights) == name + "open>"
-    next(iter(weights))
-    assert repr(weights) == name + "iterated over>"
-    weights.close()
-    assert repr(weights) == name + "closed>"
