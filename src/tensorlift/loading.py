@@ -61,7 +61,7 @@ def load(
 ) -> LoadedState:
     """Loads a checkpoint: a dict of tensors by name, in file order, every one owned.
 
-    path: a file, a list of files, a folder, or the id of a model in the local Hub cache.
+    path: a file, a list of files, a folder, or a Hub id (from the local cache, else downloaded).
     device: "cpu", "cuda" (the current one), "cuda:1" or a torch.device.
     names: only these tensors: an exact name, a glob, a compiled regular expression (of the whole name),
         a predicate, or a list of such.
