@@ -33,7 +33,7 @@ EXIT_CODES = {
     0: "all well",
     EXIT_FILE: "a file or checkpoint is not what it should be, or not there",
     EXIT_REQUEST: "the request: usage, an unknown option, device, tensor or dtype",
-    EXIT_MACHINE: "this machine: reading, memory, a driver or the native library failed, or no room for output",
+    EXIT_MACHINE: "this machine: reading, memory, a driver, the native library, or room for output",
     EXIT_BUG: "an error that tensorlift did not expect: please report it",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C",
     EXIT_BROKEN_PIPE: "the reader of the output went away",
