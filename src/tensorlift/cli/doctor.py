@@ -55,7 +55,7 @@ def examine(path: str) -> dict[str, Any]:
     from tensorlift.bench import machine
     from tensorlift.engine.abi import library
 
-    checkpoint = sources.read_headers(sources.find(path))
+    checkpoint = sources.read_headers(sources.find(path, download=False))
     facts: dict[str, Any] = {"versions": machine.versions(), "limits": machine.limits()}
     try:
         abi = library()

@@ -29,7 +29,7 @@ def command(
     """Show files, dtypes, bytes by prefix and tensors of a checkpoint; reads headers only."""
     from tensorlift import sources  # numpy and msgspec only when needed
 
-    checkpoint = sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths))
+    checkpoint = sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths, download=False))
     facts = describe(checkpoint, depth, tensors)
     if as_json:
         print(json.dumps(facts, indent=2))

@@ -56,19 +56,20 @@ class Found:
     """Safetensors files of the folder that are not part of the checkpoint."""
 
 
-def find(path: PathLike | Iterable[PathLike]) -> Found:
+def find(path: PathLike | Iterable[PathLike], *, download: bool = True) -> Found:
     """The files that a caller means.
 
     `path` is a file, a folder, an index (*.safetensors.index.json), the folder of a model in a Hub cache, a
     Hub id ('organisation/name', with '@revision' if wanted; only as str, and only where no such path exists),
-    or an iterable of files, which are taken in its order. Raises TypeError for anything else,
+    or an iterable of files, which are taken in its order. `download`: whether a Hub id that is not in the
+    local cache may be fetched. Raises TypeError for anything else,
     CheckpointNotFoundError where nothing is, and CheckpointError where the names make no checkpoint.
     """
     if isinstance(path, (str, bytes, os.PathLike)):
         shown = _as_text(path)
         mode = _mode_of(shown) if shown else None
         if mode is None:
-            return _not_here(shown, isinstance(path, str))
+            return _not_here(shown, isinstance(path, str), download)
         return _folder(shown) if stat.S_ISDIR(mode) else _file(shown, mode)
     # An open file is an iterable too, of its lines: bytes of tensors, taken for names.
     none = isinstance(path, (Mapping, bytearray, memoryview)) or hasattr(path, "read")
@@ -95,8 +96,10 @@ def find(path: PathLike | Iterable[PathLike]) -> Found:
     return Found(where, tuple(files))
 
 
-def _not_here(shown: str, may_be_id: bool) -> Found:
-    """Where no file is: a model of the Hub, out of the local cache if that has all of it, else downloaded."""
+def _not_here(shown: str, may_be_id: bool, download: bool) -> Found:
+    """Where no file is: a model of the Hub, out of the local cache if that has all of it, else downloaded if
+    that is wanted.
+    """
     asked = hub.parse_id(shown) if may_be_id else None
     if asked is None:
         # Of a model on the Hub, the name alone was given.
@@ -109,6 +112,10 @@ def _not_here(shown: str, may_be_id: bool) -> Found:
             return replace(_folder(folder), where=shown)
         except CheckpointError as error:
             unfinished = error
+    if not download:
+        raise unfinished or nothing_at(
+            shown, "; the local Hub cache has no such model either, and only loading it downloads it"
+        )
     return replace(_folder(hub.download(*asked, unfinished)), where=shown)
 
 
