@@ -20,7 +20,6 @@ from support.tensors import assert_state, assert_tensor
 from tensorlift import compat
 from tensorlift.errors import (
     DtypeError,
-    FileError,
     OptionError,
     RequestError,
     TensorliftError,
@@ -164,6 +163,17 @@ def test_any_order_from_several_threads(tmp_path: Path) -> None:
     assert wrong == []
 
 
+def test_all_tensors_are_those_of_the_files_that_were_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = random_checkpoint(tmp_path / "there", shards=2, tensors=5, seed=7)
+    monkeypatch.chdir(tmp_path / "there")
+    with compat.safe_open((path.name for path in made.files), "pt") as file:
+        monkeypatch.chdir(tmp_path)
+        assert_state(file.get_tensors(), made.tensors)
+        assert_state(file.get_tensors(), made.tensors)
+
+
 @pytest.mark.parametrize("backend", ["AUTO", "PREAD"])
 def test_lists_of_files(tmp_path: Path, backend: str) -> None:
     made = random_checkpoint(tmp_path, shards=3, tensors=10, seed=6)
@@ -253,11 +263,37 @@ def test_failures_leave_it_usable(tmp_path: Path, backend: str | None) -> None:
         assert_tensor(file.get_tensor("a"), rows["a"])
         content = path.read_bytes()
         os.truncate(path, 7000)
-        with pytest.raises((TruncatedError, FileError), match=r"m\.safetensors"):
+        with pytest.raises(TruncatedError, match=r"m\.safetensors"):
             file.get_tensor("b")
         with open(path, "r+b") as whole:
             whole.write(content)
         assert_tensor(file.get_tensor("b"), rows["b"])
+        file.close()
+
+
+def test_a_thread_sees_no_failure_of_another_threads_file(tmp_path: Path) -> None:
+    rows = {name: random_row("U8", [2 << 20], seed) for seed, name in enumerate("ab")}
+    paths = [write_safetensors(tmp_path / f"{name}.safetensors", {name: rows[name]}) for name in rows]
+    file = compat.safe_open(paths, "pt", backend="PREAD")
+    os.truncate(paths[0], 1000)
+    seen: list[str] = []
+    ended = threading.Event()
+
+    def fail() -> None:
+        while not ended.is_set():
+            with pytest.raises(TruncatedError, match=r"a\.safetensors"):
+                file.get_tensor("a")
+            seen.append("a")
+
+    thread = threading.Thread(target=fail)
+    with leaks.nothing_left():
+        thread.start()
+        try:
+            while len(seen) < 50:
+                assert_tensor(file.get_tensor("b"), rows["b"])
+        finally:
+            ended.set()
+            thread.join(60)
         file.close()
 
 

@@ -281,6 +281,7 @@ def test_f6_is_refused_before_anything_is_written(tmp_path: Path) -> None:
 def test_a_failure_leaves_no_thread_and_no_descriptor(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write({"a": values(1000, 1000), "b": values(1000, 1000).double()})
     into = {"a": torch.zeros(1000, 1000), "b": torch.zeros(1000, 1000)}
+    before = into["a"]._version
     read_headers = loading.sources.read_headers
 
     def shortened(found: object) -> object:
@@ -294,6 +295,7 @@ def test_a_failure_leaves_no_thread_and_no_descriptor(write: Write, monkeypatch:
             loading.load_into(into, path)
         caught.value.__traceback__ = None
         del caught
+    assert into["a"]._version > before, "it may be half written: autograd has to know"
 
 
 def test_progress_and_options(write: Write) -> None:
@@ -321,3 +323,9 @@ def test_a_device_that_is_not_supported(write: Write, monkeypatch: pytest.Monkey
     monkeypatch.setattr(destinations, "check_kind", refuse)
     with pytest.raises(DeviceError, match="'a': device cpu is not supported"):
         loading.load_into({"a": torch.zeros(4)[::2]}, write({"a": values(2)}))
+
+
+def test_a_device_is_that_of_the_model(write: Write) -> None:
+    path = write({"weight": torch.ones(2)})
+    with pytest.raises(OptionError, match="load_into takes no device: bytes go to where the model is"):
+        loading.load_into({"weight": torch.zeros(2)}, path, device="cpu")

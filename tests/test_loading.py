@@ -32,6 +32,8 @@ from tensorlift.errors import (
     TruncatedError,
 )
 from tensorlift.stats import LoadStats
+from tensorlift.tensors.transfer import Transfer
+from tensorlift.tensors.views import Table
 
 MIB = 1 << 20
 
@@ -128,7 +130,10 @@ def test_stats(large: tuple[Path, dict[str, Row]]) -> None:
     assert stats.arenas == 6
     with loading.open(large[0], **SMALL_ARENAS) as weights:
         assert weights.stats.bytes == 0
-        list(weights)
+        steps = iter(weights)
+        next(steps)
+        assert (weights.stats.bytes, weights.stats.tensors) == (2 * MIB, 2), "read ahead is not done yet"
+        list(steps)
         assert weights.stats.bytes == 12 * MIB
     assert weights.stats.tensors == 12
     assert weights.stats.device_peak_bytes <= 4 * MIB + 8192
@@ -261,6 +266,47 @@ def test_a_pass_in_another_thread(large: tuple[Path, dict[str, Row]]) -> None:
     thread.start()
     thread.join(60)
     assert_state(state, large[1])
+
+
+def test_closing_in_another_thread_while_tensors_are_made(
+    large: tuple[Path, dict[str, Row]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = loading.open(large[0], arena_size="1GiB", buffer_size="1GiB")
+    real, threads = Table.tensors, [threading.Thread(target=weights.close) for _ in range(2)]
+
+    def tensors(*arguments: Any) -> list[torch.Tensor]:
+        for thread in threads:
+            thread.start()
+        # As long as they would need if nothing held them back.
+        threads[0].join(0.5)
+        return real(*arguments)
+
+    monkeypatch.setattr(Table, "tensors", tensors)
+    with leaks.nothing_left():
+        state = dict(iter(weights))
+        for thread in threads:
+            thread.join(60)
+        assert_state(state, large[1])
+        assert weights.stats.bytes == 12 * MIB
+        del state
+
+
+def test_a_pass_that_was_closed_in_another_thread_says_so(
+    large: tuple[Path, dict[str, Row]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = loading.open(large[0], **SMALL_ARENAS)
+    real = Transfer.wait
+
+    def wait(*arguments: Any) -> None:
+        real(*arguments)
+        thread = threading.Thread(target=weights.close)
+        thread.start()
+        thread.join(60)
+
+    monkeypatch.setattr(Transfer, "wait", wait)
+    with leaks.nothing_left(), pytest.raises(RequestError, match="closed") as caught:
+        list(weights)
+    caught.value.__traceback__ = None
 
 
 @pytest.mark.parametrize("wrong", ["mps", "meta", "xpu:0", "nonsense", torch.device("meta"), True, None, 1.5])

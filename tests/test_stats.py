@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tensorlift.stats import LoadStats, merged, reporter
+from tensorlift.stats import LoadStats, human_bytes, merged
 
 ONE = LoadStats(
     bytes=3_000_000_000,
@@ -37,9 +37,21 @@ def test_frozen() -> None:
 
 def test_summary_has_what_matters() -> None:
     text = ONE.summary()
-    for part in ("3.000 GB", "4 tensors", "2.00 GB/s", "PREAD_BUFFERED 3.000 GB", "fallback: no io_uring"):
+    for part in (
+        "3.00 GB",
+        "4 tensors",
+        "2 files",
+        "2.00 GB/s",
+        "PREAD_BUFFERED 3.00 GB",
+        "fallback: no io_uring",
+    ):
         assert part in text
     assert "read by: nothing" in LoadStats().summary()
+
+
+def test_summary_of_a_small_load() -> None:
+    text = LoadStats(bytes=64_000, tensors=1, files=1, seconds={"total": 0.5}).summary()
+    assert text.startswith("64.00 kB, 1 tensor, 1 file in 0.500 s: 128.00 kB/s\n")
 
 
 def test_merged() -> None:
@@ -55,16 +67,9 @@ def test_merged() -> None:
     assert merged([], files=0) == LoadStats()
 
 
-def test_reporter(capsys: pytest.CaptureFixture[str]) -> None:
-    seen = []
-    with reporter(lambda done, total: seen.append((done, total))) as report:
-        assert report is not None
-        report(1, 2)
-    assert seen == [(1, 2)]
-    for nothing in (None, False):
-        with reporter(nothing) as report:
-            assert report is None
-    with reporter(True) as report:
-        assert report is not None
-        report(2, 2)
-    assert capsys.readouterr().out == ""
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (31.15e9, "31.15 GB"), (5e15, "5000.00 TB")],
+)
+def test_human_bytes(nbytes: float, text: str) -> None:
+    assert human_bytes(nbytes) == text

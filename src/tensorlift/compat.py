@@ -19,9 +19,10 @@ from tensorlift import sources
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.sizing import size_engine
 from tensorlift.engine.small import LARGEST, SmallReads
-from tensorlift.errors import OptionError, RequestError
+from tensorlift.engine.trace import traced
+from tensorlift.errors import OptionError, RequestError, TensorliftError
 from tensorlift.format import dtypes
-from tensorlift.loading import LoadedState, load
+from tensorlift.loading import LoadedState, load, load_tensors
 from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
 from tensorlift.plan.pieces import merge_pieces, new_pieces
@@ -58,7 +59,6 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
                 "(for another framework convert them, or use safetensors itself)"
             )
         self._options = LoadOptions.resolve(**options)
-        self._filename, self._device = filename, device
         self._memory = memories.for_device(device)
         self._checkpoint = sources.read_headers(sources.find(filename))
         self._expected = sources.expected_digests(self._checkpoint, self._checkpoint.select(), self._options)
@@ -136,8 +136,8 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
     def get_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, in file order."""
         self._check_open()
-        given = {name: getattr(self._options, name) for name in LoadOptions.__dataclass_fields__}
-        return load(self._filename, self._device, **given)
+        with traced(self._options.trace) as trace:
+            return load_tensors(self._checkpoint, None, self._memory, self._options, Clock(trace))
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor to be indexed: only the bytes that an index asks for are read.
@@ -167,21 +167,45 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
                 self._small.read(shard, self._checkpoint.shards[shard], int(starts[0]), nbytes, arena.address)
                 yield arena
                 return
-            engine, file = self._engine_for(row, nbytes * count)
+            failed = False
             try:
-                places = arena.address + np.arange(count, dtype=np.uint64) * np.uint64(nbytes)
-                pieces = merge_pieces(new_pieces(file, starts, np.full(count, nbytes), places))
-                engine.wait(engine.submit(pieces, memory.stream()))
-                if memory.native_kind != 0:
-                    engine.stream_wait(memory.stream())
-                    memory.ready()
-            except BaseException:
-                # The engine may be writing still, and one that failed stays so: the next call makes another.
-                self._drop(engine)
-                raise
+                self._fill(*self._engine_for(row, nbytes * count), starts, nbytes, arena)
+            except TensorliftError:
+                failed = True
+            if failed:
+                # An engine tells its first failure to all, and that may be another thread's. What is wrong
+                # with this read shows when it has an engine to itself.
+                self._check_open()
+                with self._new_engine(nbytes * count) as engine:
+                    file = engine.add_file(self._checkpoint.shards[int(self._checkpoint.shard_of[row])])
+                    self._fill(engine, file, starts, nbytes, arena)
             yield arena
         finally:
             arena.release()
+
+    def _fill(
+        self, engine: Engine, file: int, starts: npt.NDArray[np.int64], nbytes: int, arena: memories.Arena
+    ) -> None:
+        """Blocks of ``nbytes`` bytes each, one after another into the arena."""
+        memory, count = self._memory, len(starts)
+        places = arena.address + np.arange(count, dtype=np.uint64) * np.uint64(nbytes)
+        pieces = merge_pieces(new_pieces(file, starts, np.full(count, nbytes), places))
+        try:
+            engine.wait(engine.submit(pieces, memory.stream()))
+            if memory.native_kind != 0:
+                engine.stream_wait(memory.stream())
+                memory.ready()
+        except BaseException:
+            # The engine may be writing still, and one that failed stays so: the next call makes another.
+            self._drop(engine)
+            raise
+
+    def _new_engine(self, nbytes: int) -> Engine:
+        memory = self._memory
+        size = size_engine(
+            self._options, nbytes, device=memory.native_kind != 0, pci_address=memory.pci_address
+        )
+        return Engine(size, memory.native_kind, memory.native_index)
 
     def _engine_for(self, row: int, nbytes: int) -> tuple[Engine, int]:
         """The engine, made for the largest tensor at the first call, and its index of the tensor's file."""
@@ -189,15 +213,8 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         with self._lock:
             self._check_open()
             if self._engine is None:
-                memory = self._memory
                 largest = int(self._checkpoint.sizes.max(initial=nbytes))
-                size = size_engine(
-                    self._options,
-                    largest,
-                    device=memory.native_kind != 0,
-                    pci_address=memory.pci_address,
-                )
-                self._engine, self._files = Engine(size, memory.native_kind, memory.native_index), {}
+                self._engine, self._files = self._new_engine(largest), {}
             if shard not in self._files:
                 self._files[shard] = self._engine.add_file(self._checkpoint.shards[shard])
             return self._engine, self._files[shard]

@@ -1,4 +1,4 @@
-"""load(), open(), load_into(): the eight steps of a load, readable from top to bottom.
+"""load(), open(), load_into(): the steps of a load, readable from top to bottom.
 
     1 find       sources.find          a path, a list or a Hub id becomes an ordered list of files
     2 parse      sources.read_headers  each header is read and checked in full
@@ -6,8 +6,7 @@
     4 lay out    plan/arenas           wanted tensors are grouped into arenas (load_into has destinations)
     5 plan       plan/pieces           arenas and runs become pieces
     6 execute    engine/               the native engine reads pieces, Python waits for tickets
-    7 exchange   -                     one process: nothing to exchange
-    8 hand out   tensors/views         tensors that own their bytes
+    7 hand out   tensors/views         tensors that own their bytes
 
 Every tensor handed out is owned: it stays right for as long as somebody holds it, and has a storage of
 exactly its own bytes. It holds its arena back, which is at most `arena_size` or itself.
@@ -30,11 +29,13 @@ import torch
 from tensorlift import sources
 from tensorlift.engine.sizing import Budget, budget
 from tensorlift.engine.trace import traced
-from tensorlift.errors import RequestError
+from tensorlift.errors import OptionError, RequestError
 from tensorlift.format.checkpoint import Checkpoint, Names
+from tensorlift.format.quoting import plural, quote
 from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
-from tensorlift.stats import LoadStats, reporter
+from tensorlift.progress import Report, reporter
+from tensorlift.stats import LoadStats
 from tensorlift.tensors import devices
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.filling import Filled, fill
@@ -42,7 +43,6 @@ from tensorlift.tensors.transfer import Clock, Transfer
 
 __all__ = ["LoadedState", "Weights", "load", "load_into", "open"]
 
-Report = Callable[[int, int], object]
 Verify: TypeAlias = "bool | str | os.PathLike[str] | Mapping[str, str] | None"
 
 
@@ -70,7 +70,7 @@ def load(
 ) -> LoadedState:
     """Loads a checkpoint: a dict of tensors by name, in file order, every one owned.
 
-    path: a file, a list of files, a folder, or the id of a model in the local Hub cache.
+    path: a file, a list of files, a folder, or a Hub id (from the local cache, else downloaded).
     device: "cpu", "cuda" (the current one), "cuda:1" or a torch.device.
     names: only these tensors: an exact name, a glob, a compiled regular expression (of the whole name),
         a predicate, or a list of such.
@@ -80,19 +80,23 @@ def load(
     options: the fields of LoadOptions; an explicit value wins over ``TENSORLIFT_<NAME>``.
 
     The dict's ``stats`` is a LoadStats. On a device, the bytes are there for work on the current stream.
-    Raises errors of the tree below TensorliftError; nothing is left behind then.
+    Raises errors of the tree below TensorliftError (TypeError for a path that is none); nothing is left
+    behind then.
     """
     begin = time.perf_counter()
     settings = LoadOptions.resolve(verify=verify, **options)
     memory = memories.for_device(device)
     with traced(settings.trace) as trace:
-        return _load(path, memory, names, settings, Clock(trace), begin)
+        clock = Clock(trace)
+        state = load_tensors(_headers(path, clock), names, memory, settings, clock)
+    state.stats = _timed(state.stats, time.perf_counter() - begin)
+    return state
 
 
-def _load(
-    path: Any, memory: memories.Memory, names: Names, settings: LoadOptions, clock: Clock, begin: float
+def load_tensors(
+    checkpoint: Checkpoint, names: Names, memory: memories.Memory, settings: LoadOptions, clock: Clock
 ) -> LoadedState:
-    checkpoint = _headers(path, clock)
+    """load() of a checkpoint whose headers are read; its ``stats`` lack the total."""
     rows = checkpoint.select(names)
     expected = sources.expected_digests(checkpoint, rows, settings)
     rules = _rules(_budget(settings, memory), memory, uniform=False)
@@ -113,7 +117,7 @@ def _load(
         state.clear()
         raise
     transfer.close()
-    state.stats = _timed(transfer.stats(), time.perf_counter() - begin)
+    state.stats = transfer.stats()
     return state
 
 
@@ -158,6 +162,12 @@ class Weights:
         self._opening = time.perf_counter() - begin
         self._generator: Callable[[], Generator[tuple[str, torch.Tensor], None, None] | None] = lambda: None
         self._closed = False
+
+    def __repr__(self) -> str:
+        """What, where to, and whether it can be iterated over still."""
+        state = "closed" if self._closed else "open" if self._pass is None else "iterated over"
+        count = plural(len(self._rows), "tensor")
+        return f"<Weights of {quote(self._checkpoint.where)}: {count} for {self.device}, {state}>"
 
     def __enter__(self) -> Weights:
         """Itself."""
@@ -298,6 +308,8 @@ def load_into(
     as load() does, and RequestError for a meta tensor, MismatchError listing every shape that differs.
     """
     begin = time.perf_counter()
+    if "device" in options:
+        raise OptionError("load_into takes no device: bytes go to where the model is; move the model first")
     settings = LoadOptions.resolve(verify=verify, **options)
     if names is not None and not (isinstance(names, (str, re.Pattern)) or callable(names)):
         names = list(names)

@@ -163,7 +163,7 @@ class LoadOptions:
         parse_size,
         "bytes",
         "128 MiB, at most half of the last-level cache that our CPUs reach and what the work needs",
-        "Pinned host memory, the ring of slots; at least two of them. Not used on a CPU.",
+        "Pinned host memory: the ring, at least two slots, and a page a slot on top. Not used on a CPU.",
     )
     arena_size: int | None = _setting(
         parse_size,

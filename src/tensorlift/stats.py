@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LoadStats", "merged", "reporter"]
+__all__ = ["LoadStats", "human_bytes", "merged"]
+
+
+def human_bytes(nbytes: float) -> str:
+    """Bytes with a decimal unit: ``1.50 GB``."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(nbytes) < 1000 or unit == "TB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,13 +76,13 @@ class LoadStats:
         """A few lines for people: size and rate, seconds by phase, readers, fallbacks."""
         total = self.seconds.get("total", 0.0)
         lines = [
-            f"{self.bytes / 1e9:.3f} GB, {self.tensors} tensors, {self.files} files "
-            f"in {total:.3f} s: {self.rate / 1e9:.2f} GB/s"
+            f"{human_bytes(self.bytes)}, {_count(self.tensors, 'tensor')}, {_count(self.files, 'file')} "
+            f"in {total:.3f} s: {human_bytes(self.rate)}/s"
         ]
         phases = [f"{name} {took:.3f}" for name, took in self.seconds.items() if name != "total"]
         if phases:
             lines.append(f"seconds: {', '.join(phases)}")
-        readers = [f"{name} {nbytes / 1e9:.3f} GB" for name, nbytes in self.readers.items()]
+        readers = [f"{name} {human_bytes(nbytes)}" for name, nbytes in self.readers.items()]
         lines.append(f"read by: {', '.join(readers) or 'nothing'}; threads {self.threads}")
         lines.append(
             f"memory: pinned {self.pinned_peak_bytes / 2**20:.1f} MiB at most, "
@@ -82,6 +90,10 @@ class LoadStats:
         )
         lines += [f"fallback: {text}" for text in self.fallbacks]
         return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def merged(parts: list[LoadStats], **changes: Any) -> LoadStats:
@@ -99,28 +111,3 @@ def merged(parts: list[LoadStats], **changes: Any) -> LoadStats:
         else:
             total[field.name] = sum(values)
     return LoadStats(**(total | changes))
-
-
-Report = Callable[[int, int], object]
-
-
-@contextlib.contextmanager
-def reporter(progress: bool | Report | None) -> Iterator[Report | None]:
-    """What to call with (bytes done, bytes in all): the caller's own function, a bar on stderr, or None."""
-    if not isinstance(progress, bool):
-        yield progress
-    elif not progress:
-        yield None
-    else:
-        # Only here: importing rich takes longer than loading a small model.
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-        columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=None)
-
-            def report(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
-
-            yield report

@@ -75,11 +75,3 @@ def test_returned_code_is_the_exit_code() -> None:
     with pytest.raises(typer.Exit) as leaving:
         console.guarded(lambda: 3)()
     assert leaving.value.exit_code == 3
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (31.15e9, "31.15 GB"), (5e15, "5000.00 TB")],
-)
-def test_human_bytes(nbytes: float, text: str) -> None:
-    assert console.human_bytes(nbytes) == text

@@ -45,6 +45,14 @@ def test_every_option_is_on_the_command_line(name: str) -> None:
     assert "--" + name.replace("_", "-") in out
 
 
+@pytest.mark.parametrize(("verb", "usage"), [("load", "PATH..."), ("show", "PATH..."), ("doctor", "[PATH]")])
+def test_usage_names_the_path_once(verb: str, usage: str) -> None:
+    code, out, _ = run(verb, "--help")
+    assert code == 0
+    # How a required list is bracketed is typer's own and differs between its versions.
+    assert out.splitlines()[0].replace("{", "").replace("}", "").endswith(f" {verb} [OPTIONS] {usage}")
+
+
 def test_help_lists_exit_codes() -> None:
     out = " ".join(run("--help")[1].split())
     assert "Exit codes: 0 all well;" in out

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from support.checkpoints import Written, random_checkpoint, write_raw
+from support.checkpoints import Written, random_checkpoint, random_row, write_raw, write_safetensors
 from tensorlift.cli.main import app
 from tensorlift.options import BACKENDS
 
@@ -76,6 +78,12 @@ def test_bar_goes_to_stderr_when_asked_for(written: Written) -> None:
     assert code == 0
     assert json.loads(out)
     assert "loading" in err
+
+
+def test_the_command_line_wins_over_the_environment(written: Written) -> None:
+    env = {"TENSORLIFT_PROGRESS": "1", "FORCE_COLOR": "1"}
+    assert run("load", written.path, "--json", "--no-progress", env=env)[2] == ""
+    assert "loading" in run("load", written.path, "--json", env=env)[2]
 
 
 def test_no_color_is_honoured(written: Written) -> None:
@@ -166,9 +174,11 @@ def test_doctor_without_a_path_makes_its_own() -> None:
     assert "probe.safetensors" in done.stdout
 
 
-def test_closed_pipe_is_quiet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["--json", None])
+def test_closed_pipe_is_quiet(tmp_path: Path, form: str | None) -> None:
     many = random_checkpoint(tmp_path, tensors=3000, elements=4)
-    command = [sys.executable, "-m", "tensorlift", "show", str(many.path), "--tensors", "--json"]
+    command = [sys.executable, "-m", "tensorlift", "show", str(many.path), "--tensors"]
+    command += [form] if form else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stderr is not None
@@ -176,6 +186,29 @@ def test_closed_pipe_is_quiet(tmp_path: Path) -> None:
         child.stdout.close()
         assert child.stderr.read() == b""
         assert child.wait(60) == 141
+
+
+@pytest.mark.parametrize("verb", [("show", "--json"), ("show",), ("load",), ("doctor",)])
+def test_a_full_disk_behind_the_output_is_3(written: Written, verb: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "tensorlift", verb[0], str(written.path), *verb[1:]]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: OSError\n  the output could not be written:")
+    assert "bug" not in done.stderr
+
+
+def test_doctor_without_room_for_its_file_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    code, out, err = run("doctor")
+    assert (code, out) == (3, "")
+    assert str(tmp_path) in err
+    assert "TMPDIR" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_is_130_without_a_traceback(written: Written) -> None:
@@ -191,3 +224,18 @@ def test_ctrl_c_is_130_without_a_traceback(written: Written) -> None:
         err = child.stderr.read()
         assert child.wait(60) == 130
     assert err == "interrupted\n"
+
+
+def test_names_out_of_files_do_nothing_to_a_terminal(tmp_path: Path) -> None:
+    evil = "\x1b[31mred\x07"
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(folder)
+    path = os.fsdecode(folder + b"/m.safetensors")
+    write_safetensors(Path(path), {evil: random_row("U8", [4])}, {evil: evil})
+    for verb in (("show", "--tensors"), ("show", "--tensors", "--json"), ("load",), ("doctor",)):
+        done = program(verb[0], path, *verb[1:], env=os.environ | {"TENSORLIFT_BACKEND": "URING,MMAP"})
+        assert done.returncode == 0, done.stderr
+        assert not set("\x1b\x07") & set(done.stdout + done.stderr)
+    for error in (program("load", path, "--name", evil + "x"), program("load", path, "--device", "cuda:0")):
+        assert error.returncode == 2
+        assert not set("\x1b\x07") & set(error.stdout + error.stderr)

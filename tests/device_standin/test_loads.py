@@ -27,6 +27,8 @@ SMALL = {
     "backend": "PREAD", "buffer_size": 3 * MIB,
 }  # fmt: skip
 LATE_US = 2000
+# A page a slot comes on top, so that direct reads land in place.
+PINNED_MOST = SMALL["pinned_bytes"] + SMALL["pinned_bytes"] // SMALL["slot_size"] * 4096
 STANDIN = ROOT / "native/tests/standin"
 ENTRIES = [
     (kind, name)
@@ -75,7 +77,7 @@ def test_load(device: standin.StandInMemory, checkpoint: Written, late: int) -> 
     state = loading.load(checkpoint.path, device="cuda:0", **SMALL)
     assert_right(state, checkpoint)
     assert state.stats.copies == device.driver.counts()[copy_name(device)] > 0
-    assert 0 < state.stats.pinned_peak_bytes <= SMALL["pinned_bytes"]
+    assert 0 < state.stats.pinned_peak_bytes <= PINNED_MOST
     assert device.driver.registered_bytes() == 0
 
 

@@ -141,6 +141,27 @@ def test_a_wait_ends_when_another_thread_closes() -> None:
     assert [str(error) for error in seen] == ["the engine is closed"]
 
 
+class InterruptedOnce(threading.Condition):
+    """Ctrl-C comes when it is left for the first time."""
+
+    left = 0
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self.left += 1
+        if self.left == 1:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_on_the_way_into_a_call_leaves_no_user_behind() -> None:
+    engine = Engine(SIZE)
+    engine._idle = InterruptedOnce()
+    with pytest.raises(KeyboardInterrupt):
+        engine.stats()
+    engine.close()
+    assert engine.closed
+
+
 @pytest.mark.usefixtures("never_there")
 def test_what_a_tick_raises_comes_out() -> None:
     class Stop(Exception):

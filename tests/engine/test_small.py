@@ -78,7 +78,15 @@ def test_replaced_gone_and_failing(shard: Shard, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ReadError, match="Input/output error"):
         read(reads, shard, 0, 1)
     os.truncate(shard.absolute, 5)
-    with pytest.raises(FileError, match=f"replaced or changed.*it was {shard.nbytes} bytes long, now 5"):
+    with pytest.raises(TruncatedError, match=f"wanted {shard.nbytes} bytes at offset 0, found 5"):
+        read(small.SmallReads(), shard, 0, 1)
+    os.truncate(shard.absolute, shard.nbytes + 1)
+    grown = f"it was {shard.nbytes} bytes long, now {shard.nbytes + 1}"
+    with pytest.raises(FileError, match=f"replaced or changed.*{grown}"):
+        read(small.SmallReads(), shard, 0, 1)
+    os.unlink(shard.absolute)
+    os.mkfifo(shard.absolute)
+    with pytest.raises(FileError, match="replaced or changed"):
         read(small.SmallReads(), shard, 0, 1)
     os.unlink(shard.absolute)
     with pytest.raises(CheckpointNotFoundError, match="gone"):

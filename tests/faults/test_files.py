@@ -95,8 +95,8 @@ def test_removed_after_opening(tmp_path: Path, backend: str) -> None:
     assert isinstance(caught.value, FileNotFoundError)
 
 
-def fork_in_the_middle(name: str, backend: str) -> dict[str, Any]:
-    """In a child: its own child goes on with the iterator, and only an error may come of it."""
+def fork_in_the_middle(name: str, backend: str, closes: bool) -> dict[str, Any]:
+    """In a child: its own child goes on with the iterator (only an error may come of it), or closes it."""
     import warnings
 
     weights = opened(Path(name), backend)
@@ -109,6 +109,8 @@ def fork_in_the_middle(name: str, backend: str) -> dict[str, Any]:
         pid = os.fork()
     if pid == 0:
         try:
+            if closes:
+                weights.close()
             for _ in tensors:
                 pass
             os.write(theirs, b"no error")
@@ -126,7 +128,8 @@ def fork_in_the_middle(name: str, backend: str) -> dict[str, Any]:
 
 def test_a_forked_child_gets_an_error_and_the_parent_goes_on(tmp_path: Path, backend: str) -> None:
     path = write(tmp_path / "model.safetensors")
-    answer = child.call(fork_in_the_middle, str(path), backend)
-    assert "fork" in answer["child"]
-    assert answer["first"] == "t0"
-    assert answer["rest"] == 11
+    for closes in (False, True):
+        answer = child.call(fork_in_the_middle, str(path), backend, closes)
+        assert answer["child"] == "no error" if closes else "fork" in answer["child"]
+        assert answer["first"] == "t0"
+        assert answer["rest"] == 11

@@ -110,6 +110,16 @@ def test_a_name_that_is_not_there_gets_names_that_come_close(layers, wrong, clos
     assert isinstance(caught.value, KeyError)
 
 
+def test_a_part_of_names_is_told_how_many_have_it():
+    checkpoint = join([shard("x", [f"model.layers.{k}.input_norm.weight" for k in range(1200)])], "x")
+    with pytest.raises(TensorNotFoundError) as caught:
+        checkpoint.select(["norm"])
+    said = (
+        "whole names are compared, and 1,200 have this as a part, such as 'model.layers.0.input_norm.weight'"
+    )
+    assert str(caught.value).endswith(said)
+
+
 def test_a_name_like_no_other_gets_no_suggestion(layers):
     with pytest.raises(TensorNotFoundError) as caught:
         layers.index("%%%")

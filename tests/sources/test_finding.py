@@ -76,6 +76,12 @@ def test_other_types_are_refused_by_name(path):
         find(path)
 
 
+def test_an_open_file_is_refused(tmp_path):
+    file = write_safetensors(tmp_path / "x.safetensors", rows("w"))
+    with open(file, "rb") as opened, pytest.raises(TypeError, match="BufferedReader"):
+        find(opened)
+
+
 NAMES = [
     b"with space & 100%.safetensors",
     "\u00fcn\u00ef \u4e2d\U0001f4a9.safetensors".encode(),
@@ -173,6 +179,7 @@ def test_a_nul_is_refused(path):
         ("", "the path is empty"),
         ("~/model.safetensors", "'~' is not expanded"),
         ("s3://bucket/model", "this is an address"),
+        ("nowhere/*.safetensors", "are not expanded here"),
         ("\ud800", "half a surrogate pair"),
     ],
 )
@@ -191,6 +198,33 @@ def test_nothing_there(tmp_path):
     file = write_safetensors(tmp_path / "x.safetensors", rows("w"))
     with pytest.raises(CheckpointNotFoundError, match=r"x\.safetensors' is a file"):
         find(file / "y")
+
+
+def test_a_bare_name_is_told_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        find("some-model")
+    assert f"the working folder '{tmp_path}' has 1 other entry" in str(caught.value)
+    assert str(caught.value).endswith("a model of the Hub is asked for as 'organisation/name'")
+    for no_id in (b"some-model", tmp_path / "some-model", "some.safetensors", "pytorch_model.bin"):
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            find(no_id)
+        assert "Hub" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("config.json", "give the folder that it is in"),
+        ("x.safetensors.part", "a download that was not finished"),
+        ("x.bin", "convert it"),
+    ],
+)
+def test_a_suffix_says_what_to_do(tmp_path, name, words):
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=words):
+        find(tmp_path / name)
 
 
 def test_a_path_that_is_too_long():

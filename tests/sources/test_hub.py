@@ -198,6 +198,19 @@ def test_a_download_without_an_index(online, tmp_path, monkeypatch):
     assert sorted(os.listdir(download.target)) == ["consolidated.safetensors", "model.safetensors"]
 
 
+def test_nothing_is_downloaded_where_that_is_not_wanted(online, monkeypatch):
+    asked = []
+
+    def snapshot_download(repo, local_files_only=False, **_):
+        asked.append(local_files_only)
+        raise errors.LocalEntryNotFoundError("not there")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointNotFoundError, match="only loading it downloads it"):
+        find("org/name", download=False)
+    assert asked == [True]
+
+
 def test_a_cache_that_lacks_a_shard_is_completed(online, tmp_path, monkeypatch):
     download, written = download_of(tmp_path, monkeypatch, 2)
     download.target.mkdir()
@@ -229,7 +242,7 @@ class GatedRepoError(Exception):
         ),
         (errors.HFValidationError("bad name"), CheckpointError, "check the name"),
         (OSError(28, "No space left on device"), CheckpointError, "No space left"),
-        (RuntimeError("odd\n\x1b"), CheckpointError, "RuntimeError: 'odd\\n\\x1b'"),
+        (RuntimeError("odd\n\n\x1b at last."), CheckpointError, "RuntimeError: odd \\x1b at last; check"),
         (GatedRepoError("403"), CheckpointError, "accept its licence"),
     ],
 )

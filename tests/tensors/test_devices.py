@@ -50,3 +50,14 @@ def test_what_is_not_supported(device: Any, monkeypatch: pytest.MonkeyPatch) -> 
     for parse in (check_kind, parse_device):
         with pytest.raises(DeviceError, match='supported are "cpu" and "cuda"'):
             parse(device)
+
+
+def test_a_torch_for_cpus_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(DeviceError, match=r"is built without CUDA and ROCm.*install a torch for it"):
+        parse_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(DeviceError, match=r"a driver or a GPU is missing\); run `tensorlift doctor`$"):
+        parse_device("cuda")

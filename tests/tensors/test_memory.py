@@ -162,6 +162,23 @@ def test_out_of_memory_is_tried_again_outside_of_the_pool(stage: Stage, nested: 
         cuda.allocate([8])
 
 
+def test_blocks_that_cannot_be_taken_over_leave_nothing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = abi.library()
+    real, before = library.arena_adopt, library.arena_live()
+
+    def adopt(capsule: object) -> tuple[int, int]:
+        if library.arena_live() > before:
+            raise OutOfMemoryError("no")
+        return real(capsule)
+
+    monkeypatch.setattr(library, "arena_adopt", adopt)
+    with pytest.raises(OutOfMemoryError):
+        memory.CudaMemory(0).allocate([8, 8])
+    assert library.arena_live() == before
+
+
 def test_without_pools_the_plain_allocator_with_a_notice(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

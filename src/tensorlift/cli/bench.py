@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import EXIT_MACHINE, data_console, guarded, human_bytes
+from tensorlift.cli.console import EXIT_MACHINE, data_console, guarded
 from tensorlift.errors import RequestError
+from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
     from tensorlift.bench.race import Entry

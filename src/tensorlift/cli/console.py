@@ -1,10 +1,11 @@
-"""What the verbs share: exit codes, errors as one readable block, sizes as text.
+"""What the verbs share: exit codes, errors as one readable block, where data goes.
 
 Data goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from tensorlift.errors import FileError, MachineError, TensorliftError
 
-__all__ = ["EXIT_CODES", "data_console", "exit_code", "guarded", "human_bytes", "print_error"]
+__all__ = ["EXIT_CODES", "data_console", "exit_code", "guarded", "print_error"]
 
 EXIT_FILE = 1
 EXIT_REQUEST = 2
@@ -32,13 +33,16 @@ EXIT_CODES = {
     0: "all well",
     EXIT_FILE: "a file or checkpoint is not what it should be, or not there",
     EXIT_REQUEST: "the request: usage, an unknown option, device, tensor or dtype",
-    EXIT_MACHINE: "this machine: reading, memory, a driver or the native library failed",
+    EXIT_MACHINE: "this machine: reading, memory, a driver, the native library, or room for output",
     EXIT_BUG: "an error that tensorlift did not expect: please report it",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C",
     EXIT_BROKEN_PIPE: "the reader of the output went away",
 }
 
 P = ParamSpec("P")
+
+# Verbs write to stdout alone (doctor's small file has an error of its own), so that these are about it.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def exit_code(error: BaseException) -> int:
@@ -49,9 +53,13 @@ def exit_code(error: BaseException) -> int:
         return EXIT_BROKEN_PIPE
     if isinstance(error, FileError):
         return EXIT_FILE
-    if isinstance(error, MachineError):
+    if isinstance(error, MachineError) or _is_full(error):
         return EXIT_MACHINE
     return EXIT_REQUEST if isinstance(error, TensorliftError) else EXIT_BUG
+
+
+def _is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 
 def print_error(error: BaseException) -> None:
@@ -60,6 +68,8 @@ def print_error(error: BaseException) -> None:
         traceback.print_exception(error, file=sys.stderr)
     kind = type(error).__name__
     message = str(error) or "no message"
+    if _is_full(error) and not isinstance(error, TensorliftError):
+        message = f"the output could not be written: {message}\nMake room, or write it elsewhere."
     if exit_code(error) == EXIT_BUG:
         message += "\nThis is a bug of tensorlift. TENSORLIFT_DEBUG=1 shows where it happened."
     print(f"error: {kind}\n{textwrap.indent(message, '  ')}", file=sys.stderr)
@@ -74,8 +84,7 @@ def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
             code = function(*args, **kwargs)
             sys.stdout.flush()
         except BrokenPipeError as error:
-            # Python flushes stdout once more at its end; that must not fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             _leave(error)
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)
@@ -84,25 +93,29 @@ def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
             raise
         except Exception as error:  # noqa: BLE001 - the end of the process: shown, and told by the exit code
             print_error(error)
+            if _is_full(error):
+                _drop_output()
             _leave(error)
         raise typer.Exit(code or 0)
 
     return verb
 
 
+def _drop_output() -> None:
+    """Python flushes stdout once more at its end; that must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _leave(error: BaseException) -> NoReturn:
     raise typer.Exit(exit_code(error)) from None
 
 
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        """Says it as print() does: rich would end the process with 1, which stands for a bad file here."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def data_console() -> Console:
     """Where verbs print tables: stdout; a pipe has no width to fit into."""
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
-
-
-def human_bytes(nbytes: float) -> str:
-    """Bytes with a decimal unit: ``1.50 GB``."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(nbytes) < 1000 or unit == "TB":
-            break
-        nbytes /= 1000
-    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+    return _Output(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)

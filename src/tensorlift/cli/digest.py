@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from tensorlift.cli.console import guarded, human_bytes
+from tensorlift.cli.console import guarded
+from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
     from tensorlift.format.checkpoint import Checkpoint
@@ -41,7 +42,7 @@ def make(checkpoint: Checkpoint) -> Made:
     from tensorlift.engine.digesting import digest_checkpoint
     from tensorlift.format.digests import describe
     from tensorlift.options import LoadOptions
-    from tensorlift.stats import reporter
+    from tensorlift.progress import reporter
 
     begin = time.perf_counter()
     options = LoadOptions.resolve()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import EXIT_MACHINE, data_console, guarded, human_bytes
+from tensorlift.cli.console import EXIT_MACHINE, data_console, guarded
 from tensorlift.errors import LibraryError, MachineError, TensorliftError
+from tensorlift.format.quoting import clean
+from tensorlift.stats import human_bytes
 
 __all__ = ["command", "examine"]
 
@@ -25,7 +27,9 @@ _POLICIES = ("AUTO", "BUFFERED")
 
 @guarded
 def command(
-    path: str | None = typer.Argument(None, help="Try the readers on this checkpoint; else on a small file."),
+    path: str | None = typer.Argument(
+        None, metavar="PATH", help="Try the readers on this checkpoint; else on a small file."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> int:
     """Say which readers and devices work on this machine, and why the others do not."""
@@ -51,7 +55,7 @@ def examine(path: str) -> dict[str, Any]:
     from tensorlift.bench import machine
     from tensorlift.engine.abi import library
 
-    checkpoint = sources.read_headers(sources.find(path))
+    checkpoint = sources.read_headers(sources.find(path, download=False))
     facts: dict[str, Any] = {"versions": machine.versions(), "limits": machine.limits()}
     try:
         abi = library()
@@ -122,14 +126,21 @@ def _smallest(path: str, checkpoint: Any) -> dict[str, Any]:
     }
 
 
-@contextmanager
+@contextlib.contextmanager
 def _small_file() -> Iterator[str]:
     """A checkpoint of one tensor of 64 KiB on the file system that temporary files use."""
     header = json.dumps({"probe": {"dtype": "U8", "shape": [65536], "data_offsets": [0, 65536]}}).encode()
     header += b" " * (-len(header) % 8)
-    with tempfile.TemporaryDirectory(prefix="tensorlift-") as folder:
-        file = Path(folder, "probe.safetensors")
-        file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(range(256)) * 256)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorlift-"))
+            file = Path(folder, "probe.safetensors")
+            file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(range(256)) * 256)
+        except OSError as error:
+            raise MachineError(
+                f"the small file that readers are tried on could not be written: {error}; give the path of a "
+                "checkpoint instead, or set TMPDIR to a folder with room"
+            ) from error
         yield str(file)
 
 
@@ -150,7 +161,7 @@ def _print(facts: dict[str, Any]) -> None:
     ):
         console.print(f"{name}: {value}")
     if "file" in facts:
-        console.print(f"tried on: {facts['file']['path']} ({facts['file']['file_system']})")
+        console.print(f"tried on: {clean(facts['file']['path'])} ({facts['file']['file_system']})")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "works", "why not"):
         table.add_column(column, overflow="fold")

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
-from tensorlift.cli.console import guarded, human_bytes
+from tensorlift.cli.console import guarded
 from tensorlift.options import BACKENDS, LoadOptions
+from tensorlift.progress import Report, bar
+from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
     from tensorlift.stats import LoadStats
 
 __all__ = ["command"]
-
-Report = Callable[[int, int], object]
 
 
 def _load(
@@ -63,34 +54,16 @@ def _once(
 ) -> LoadStats:
     from tensorlift.loading import load  # torch only now
 
-    with _bar(progress) as report:
+    if progress is None and not sys.stderr.isatty():
+        # Nobody said: TENSORLIFT_PROGRESS may.
+        told: contextlib.AbstractContextManager[bool | Report | None] = contextlib.nullcontext()
+    else:
+        told = contextlib.nullcontext(False) if progress is False else bar(force=bool(progress))
+    with told as report:
         state = load(
             paths[0] if len(paths) == 1 else paths, device=device, names=names, progress=report, **given
         )
         return state.stats
-
-
-@contextmanager
-def _bar(wanted: bool | None) -> Iterator[Report | None]:
-    """A progress bar in bytes on stderr; none where stderr is no terminal, unless it is asked for."""
-    if wanted is False or (wanted is None and not sys.stderr.isatty()):
-        yield None
-        return
-    columns = (
-        TextColumn("loading"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True, force_terminal=True if wanted else None)
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-
-        def report(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        yield report
 
 
 def _finish(paths: list[str], device: str, runs: list[LoadStats], as_json: bool) -> None:
@@ -113,14 +86,14 @@ def _finish(paths: list[str], device: str, runs: list[LoadStats], as_json: bool)
 
 def _parameters() -> Iterator[tuple[str, Any, Any]]:
     """(name, type, default) of every parameter: the verb's own, then one for each field of LoadOptions."""
-    yield "paths", list[str], typer.Argument(metavar="PATH...", help="A file, files, a folder or a Hub id.")
-    yield "device", str, typer.Option("cpu", help="Where to: cpu, cuda, cuda:1.")
+    yield "paths", list[str], typer.Argument(metavar="PATH", help="A file, files, a folder or a Hub id.")
+    yield "device", str, typer.Option("cpu", metavar="DEVICE", help="Where to: cpu, cuda, cuda:1.")
     yield (
         "names",
         list[str] | None,
-        typer.Option(None, "--name", help="Only tensors of this name or glob; repeatable."),
+        typer.Option(None, "--name", metavar="NAME", help="Only tensors of this name or glob; repeatable."),
     )
-    yield "repeat", int, typer.Option(1, min=1, help="Load this many times.")
+    yield "repeat", int, typer.Option(1, min=1, metavar="NUMBER", help="Load this many times.")
     bar = typer.Option(
         None, "--progress/--no-progress", help="A bar on stderr; without either, on a terminal only."
     )
@@ -130,8 +103,8 @@ def _parameters() -> Iterator[tuple[str, Any, Any]]:
         if field.name == "progress":
             continue
         meta = field.metadata
-        text = f"{meta['doc']} In {meta['unit']}; automatic: {meta['automatic']}."
-        text = f"{text} [{LoadOptions.variable(field.name)}]"
+        unit = "Bytes, or text such as 64MiB; automatic" if meta["unit"] == "bytes" else "Automatic"
+        text = f"{meta['doc']} {unit}: {meta['automatic']}. [{LoadOptions.variable(field.name)}]"
         option = "--" + field.name.replace("_", "-")
         if field.name == "backend":
             text = f"{text} Repeatable. Known: {', '.join(BACKENDS)}."

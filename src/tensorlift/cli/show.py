@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import data_console, guarded, human_bytes
+from tensorlift.cli.console import data_console, guarded
+from tensorlift.format.quoting import clean, plural
+from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
     from tensorlift.format.checkpoint import Checkpoint
@@ -19,20 +21,18 @@ __all__ = ["command", "describe"]
 
 @guarded
 def command(
-    paths: list[str] = typer.Argument(
-        metavar="PATH...", help="A file, files, a folder or a Hub id in the cache."
-    ),
-    depth: int = typer.Option(4, min=1, help="How many parts of a name make a prefix."),
+    paths: list[str] = typer.Argument(metavar="PATH", help="A file, files, a folder or a Hub id."),
+    depth: int = typer.Option(4, min=1, metavar="NUMBER", help="How many parts of a name make a prefix."),
     tensors: bool = typer.Option(False, "--tensors", help="List every tensor."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Show files, dtypes, bytes by prefix and tensors of a checkpoint; reads headers only."""
     from tensorlift import sources  # numpy and msgspec only when needed
 
-    checkpoint = sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths))
+    checkpoint = sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths, download=False))
     facts = describe(checkpoint, depth, tensors)
     if as_json:
-        print(json.dumps(facts, indent=2, ensure_ascii=False))
+        print(json.dumps(facts, indent=2))
     else:
         _print(facts)
 
@@ -97,28 +97,31 @@ def _summed(keys: list[str], sizes: list[int]) -> dict[str, dict[str, int]]:
 def _print(facts: dict[str, Any]) -> None:
     console = data_console()
     total = facts["bytes"]
-    console.print(f"{facts['tensors']} tensors, {human_bytes(total)}, {len(facts['files'])} files")
+    console.print(
+        f"{plural(facts['tensors'], 'tensor')}, {human_bytes(total)}, {plural(len(facts['files']), 'file')}"
+    )
     for key, value in (facts["metadata"] or {}).items():
-        console.print(f"metadata {key}: {value}")
+        console.print(f"metadata {clean(key)}: {clean(value)}")
     console.print(_files_table(facts["files"]))
     for title, key in (("dtype", "dtypes"), ("prefix", "prefixes")):
         table = _table(title, "tensors", "bytes", "share")
         for name, entry in facts[key].items():
             share = f"{100 * entry['bytes'] / total:.1f} %" if total else "-"
-            table.add_row(name, str(entry["tensors"]), human_bytes(entry["bytes"]), share)
+            table.add_row(clean(name), str(entry["tensors"]), human_bytes(entry["bytes"]), share)
         console.print(table)
     if "list" in facts:
         table = _table("tensor", "dtype", "shape", "bytes")
         for row in facts["list"]:
             shape = "×".join(map(str, row["shape"])) or "scalar"
-            table.add_row(row["name"], row["dtype"], shape, human_bytes(row["bytes"]))
+            table.add_row(clean(row["name"]), row["dtype"], shape, human_bytes(row["bytes"]))
         console.print(table)
 
 
 def _files_table(files: list[dict[str, Any]]) -> Table:
     table = _table("file", "tensors", "bytes")
     for file in files:
-        table.add_row(os.path.basename(file["path"]), str(file["tensors"]), human_bytes(file["bytes"]))
+        name = clean(os.path.basename(file["path"]))
+        table.add_row(name, str(file["tensors"]), human_bytes(file["bytes"]))
     return table
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import typer
 
-from tensorlift.cli.console import guarded, human_bytes
+from tensorlift.cli.console import guarded
+from tensorlift.stats import human_bytes
 
 __all__ = ["command"]
 

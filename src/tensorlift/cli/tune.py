@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import data_console, guarded, human_bytes
+from tensorlift.cli.console import data_console, guarded
 from tensorlift.errors import OptionError
 from tensorlift.options import LoadOptions
+from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
     from tensorlift.bench.trials import Trials

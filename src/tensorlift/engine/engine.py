@@ -90,6 +90,11 @@ class Engine:
         return self._handle is None
 
     @property
+    def forked(self) -> bool:
+        """Whether this process is a child of the one that the engine works for."""
+        return os.getpid() != self._pid
+
+    @property
     def shards(self) -> tuple[Shard, ...]:
         """The files added, by their index."""
         return tuple(self._shards)
@@ -173,7 +178,7 @@ class Engine:
 
         Other threads that wait get an error; a second close() returns when the first is through.
         """
-        if os.getpid() != self._pid:
+        if self.forked:
             # Locks may be held for ever by threads that this process does not have; the library only forgets.
             first, self._handle = self._handle, None
             if first is not None:
@@ -200,20 +205,25 @@ class Engine:
     @contextlib.contextmanager
     def _using(self) -> Iterator[int]:
         """The handle, kept alive inside; what the library refuses comes out as an error of the tree."""
-        if os.getpid() != self._pid:
+        if self.forked:
             raise exception_of(Failure(Status.FORKED, ""), None)
-        with self._idle:
-            if self._handle is None:
-                raise RequestError("the engine is closed")
-            handle = self._handle
-            self._users += 1
+        counted = False
         try:
+            with self._idle:
+                if self._handle is None:
+                    raise RequestError("the engine is closed")
+                handle = self._handle
+                # No call between these two, so that Ctrl-C cannot come there: a user who is never taken off
+                # again would make close() wait for ever.
+                self._users += 1
+                counted = True
             with self._explained():
                 yield handle
         finally:
-            with self._idle:
-                self._users -= 1
-                self._idle.notify_all()
+            if counted:
+                with self._idle:
+                    self._users -= 1
+                    self._idle.notify_all()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from tensorlift.errors import (
     TruncatedError,
 )
 from tensorlift.format.checkpoint import Shard
+from tensorlift.format.quoting import clean, quote
 
 __all__ = ["Failure", "exception_of", "tensor_at"]
 
@@ -56,9 +57,9 @@ def tensor_at(shard: Shard, offset: int) -> str | None:
 
 def exception_of(failure: Failure, shard: Shard | None) -> TensorliftError:
     """The exception for a failure; ``shard`` is the file it is about, if any."""
-    where = "" if shard is None else f"{shard.path}: "
+    where = "" if shard is None else f"{clean(shard.path)}: "
     name = None if shard is None else tensor_at(shard, failure.offset + failure.got)
-    place = f"at offset {failure.offset}" + ("" if name is None else f" (tensor {name!r})")
+    place = f"at offset {failure.offset}" + ("" if name is None else f" (tensor {quote(name)})")
     said = f" ({failure.message})" if failure.message else ""
     status = failure.status
     if status == Status.TRUNCATED:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from tensorlift.engine.abi import PATH_NAMES
 from tensorlift.engine.engine import Engine
+from tensorlift.format.quoting import clean
 from tensorlift.stats import LoadStats
 
 __all__ = ["EngineReport", "report_of"]
@@ -84,7 +85,7 @@ def report_of(engine: Engine, *, log: bool = False) -> EngineReport:
     texts = [line for line in bytes(stats.notes).decode("utf-8", "replace").splitlines() if line]
     for line, paths in refused.items():
         more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
-        texts.append(f"{line} ({paths[0]}{more})")
+        texts.append(f"{line} ({clean(paths[0])}{more})")
     if log:
         for text in texts:
             _log.warning("%s", text)

@@ -28,11 +28,16 @@ class _Descriptor:
 
     def __init__(self, shard: Shard) -> None:
         try:
-            self.number = os.open(shard.absolute, os.O_RDONLY | os.O_CLOEXEC)
+            # O_NONBLOCK: opening a named pipe that took the file's place must not wait for a writer.
+            self.number = os.open(shard.absolute, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise exception_of(Failure(Status.OPEN, "", error.errno or 0), shard) from error
         facts = os.fstat(self.number)
-        if (facts.st_dev, facts.st_ino, facts.st_size) != (shard.device, shard.inode, shard.nbytes):
+        same = (facts.st_dev, facts.st_ino) == (shard.device, shard.inode)
+        if same and facts.st_size < shard.nbytes:
+            failure = Failure(Status.TRUNCATED, "", 0, 0, 0, shard.nbytes, facts.st_size)
+            raise exception_of(failure, shard)
+        if not same or facts.st_size > shard.nbytes:
             found = f"it was {shard.nbytes} bytes long, now {facts.st_size}"
             raise exception_of(Failure(Status.REPLACED, found), shard)
         # Tensors are asked for in any order: no readahead beyond what is asked for.

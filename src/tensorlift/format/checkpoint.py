@@ -167,7 +167,12 @@ def _is_glob(text: str) -> bool:
 
 def _hint(name: object, names: list[str]) -> str:
     close = nearest(name, names) if isinstance(name, str) else []
-    return f"; did you mean {' or '.join(map(quote, close))}?" if close else ""
+    if close:
+        return f"; did you mean {' or '.join(map(quote, close))}?"
+    inside = [other for other in names if name in other] if isinstance(name, str) and name else []
+    if not inside:
+        return ""
+    return f"; whole names are compared, and {len(inside):,} have this as a part, such as {quote(inside[0])}"
 
 
 def join(

@@ -13,6 +13,7 @@ from tensorlift.format.quoting import clean, quote
 __all__ = [
     "INDEX_SUFFIX",
     "SUFFIX",
+    "UNFINISHED",
     "choose_files",
     "choose_index",
     "foreign_suffix",
@@ -39,7 +40,7 @@ _FOREIGN = frozenset(
     }
 )  # fmt: skip
 # What downloaders call a file that they have not finished.
-_UNFINISHED = frozenset({".aria2", ".crdownload", ".incomplete", ".part", ".tmp"})
+UNFINISHED = frozenset({".aria2", ".crdownload", ".incomplete", ".part", ".tmp"})
 
 _SHARD = re.compile(r"(?P<stem>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>.*)", re.DOTALL)
 
@@ -63,7 +64,7 @@ def foreign_suffix(name: str) -> str | None:
         return None
     dot = lower.rfind(".")
     suffix = lower[dot:] if dot > 0 else ""
-    return suffix if suffix in _FOREIGN | _UNFINISHED else None
+    return suffix if suffix in _FOREIGN | UNFINISHED else None
 
 
 def choose_index(names: Iterable[str], folder: str) -> str | None:

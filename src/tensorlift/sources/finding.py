@@ -12,6 +12,7 @@ from tensorlift.errors import CheckpointError
 from tensorlift.format.listing import (
     INDEX_SUFFIX,
     SUFFIX,
+    UNFINISHED,
     choose_files,
     choose_index,
     foreign_suffix,
@@ -55,21 +56,24 @@ class Found:
     """Safetensors files of the folder that are not part of the checkpoint."""
 
 
-def find(path: PathLike | Iterable[PathLike]) -> Found:
+def find(path: PathLike | Iterable[PathLike], *, download: bool = True) -> Found:
     """The files that a caller means.
 
     `path` is a file, a folder, an index (*.safetensors.index.json), the folder of a model in a Hub cache, a
     Hub id ('organisation/name', with '@revision' if wanted; only as str, and only where no such path exists),
-    or an iterable of files, which are taken in its order. Raises TypeError for anything else,
+    or an iterable of files, which are taken in its order. `download`: whether a Hub id that is not in the
+    local cache may be fetched. Raises TypeError for anything else,
     CheckpointNotFoundError where nothing is, and CheckpointError where the names make no checkpoint.
     """
     if isinstance(path, (str, bytes, os.PathLike)):
         shown = _as_text(path)
         mode = _mode_of(shown) if shown else None
         if mode is None:
-            return _not_here(shown, isinstance(path, str))
+            return _not_here(shown, isinstance(path, str), download)
         return _folder(shown) if stat.S_ISDIR(mode) else _file(shown, mode)
-    if not isinstance(path, Iterable) or isinstance(path, (Mapping, bytearray, memoryview)):
+    # An open file is an iterable too, of its lines: bytes of tensors, taken for names.
+    none = isinstance(path, (Mapping, bytearray, memoryview)) or hasattr(path, "read")
+    if none or not isinstance(path, Iterable):
         raise TypeError(
             f"path: wanted str, bytes, os.PathLike or an iterable of these, found {type(path).__name__}"
         )
@@ -92,11 +96,15 @@ def find(path: PathLike | Iterable[PathLike]) -> Found:
     return Found(where, tuple(files))
 
 
-def _not_here(shown: str, may_be_id: bool) -> Found:
-    """Where no file is: a model of the Hub, out of the local cache if that has all of it, else downloaded."""
+def _not_here(shown: str, may_be_id: bool, download: bool) -> Found:
+    """Where no file is: a model of the Hub, out of the local cache if that has all of it, else downloaded if
+    that is wanted.
+    """
     asked = hub.parse_id(shown) if may_be_id else None
     if asked is None:
-        raise nothing_at(shown)
+        # Of a model on the Hub, the name alone was given.
+        bare = may_be_id and not foreign_suffix(shown) and hub.parse_id(f"organisation/{shown}")
+        raise nothing_at(shown, "; a model of the Hub is asked for as 'organisation/name'" if bare else "")
     unfinished = None
     folder = hub.cached(*asked)
     if folder is not None:
@@ -104,6 +112,10 @@ def _not_here(shown: str, may_be_id: bool) -> Found:
             return replace(_folder(folder), where=shown)
         except CheckpointError as error:
             unfinished = error
+    if not download:
+        raise unfinished or nothing_at(
+            shown, "; the local Hub cache has no such model either, and only loading it downloads it"
+        )
     return replace(_folder(hub.download(*asked, unfinished)), where=shown)
 
 
@@ -150,11 +162,21 @@ def _file(shown: str, mode: int) -> Found:
         return _index(os.path.dirname(shown), os.path.basename(shown), shown)
     suffix = foreign_suffix(shown)
     if suffix is not None:
-        raise CheckpointError(
-            f"{clean(shown)}: wanted a safetensors file, found the suffix {suffix}, which stands for "
-            "another format; convert it, or rename it if it is safetensors after all"
-        )
+        raise _other_format(shown, suffix)
     return Found(shown, (_source(shown),))
+
+
+def _other_format(shown: str, suffix: str) -> CheckpointError:
+    means = "stands for another format; convert it, or rename it if it is safetensors after all"
+    if suffix == ".json":
+        means = f"holds weights only as an index (*{INDEX_SUFFIX}); give the folder that it is in"
+    elif suffix in UNFINISHED:
+        means = (
+            "stands for a download that was not finished; finish it, or rename it if it is whole after all"
+        )
+    return CheckpointError(
+        f"{clean(shown)}: wanted a safetensors file, found the suffix {suffix}, which {means}"
+    )
 
 
 def _folder(shown: str) -> Found:

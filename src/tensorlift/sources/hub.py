@@ -154,7 +154,9 @@ def _failed(repo: str, revision: str | None, error: Exception, doing: str) -> Ch
         "LocalEntryNotFoundError": "check the network, or download it where there is one",
     }
     hint = hints.get(kind, "check the network and the space on disk")
-    said = quote(str(error), 300)
+    # Their texts have paragraphs and end in a period; ours goes on.
+    said = " ".join(str(error).split()).rstrip(".")
+    said = clean(said if len(said) <= 300 else said[:300] + "…")
     text = f"{name}: no such local file or folder, and it could not be {doing}: {kind}: {said}; {hint}"
     if kind in ("RepositoryNotFoundError", "RevisionNotFoundError", "LocalEntryNotFoundError"):
         return CheckpointNotFoundError(text)

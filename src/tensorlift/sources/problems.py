@@ -83,6 +83,10 @@ def _why_nothing(path: str) -> str:
         return "no such file or folder ('~' is not expanded here: use os.path.expanduser)"
     if "://" in path:
         return "this is an address; only local paths and Hub ids ('organisation/name') can be loaded"
+    if any(c in path for c in "*?["):
+        return (
+            "no such file or folder ('*', '?' and '[' are not expanded here: give the folder, or glob.glob)"
+        )
     if os.path.islink(path):
         target = os.readlink(path)
         return (
@@ -104,7 +108,16 @@ def _similar(folder: str, name: str) -> str:
         names = os.listdir(folder)
     except OSError:
         return ""
+    # '.' tells nothing to who is in the wrong folder.
+    said = quote(folder) if folder != "." else f"the working folder {quote(_working_folder())}"
     close = nearest(name, names)
     if close:
-        return f"; in {quote(folder)} there is {' and '.join(map(quote, close))}"
-    return f"; {quote(folder)} has {plural(len(names), 'other entry').replace('entrys', 'entries')}"
+        return f"; in {said} there is {' and '.join(map(quote, close))}"
+    return f"; {said} has {plural(len(names), 'other entry').replace('entrys', 'entries')}"
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted
+        return "."

@@ -24,6 +24,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from tensorlift.errors import DeviceError, MismatchError, RequestError
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint
+from tensorlift.format.quoting import clean
 from tensorlift.plan.extents import Extents, overlapping
 from tensorlift.tensors.devices import check_kind
 from tensorlift.tensors.views import torch_dtype, torch_shape
@@ -229,7 +230,7 @@ def _check_shapes(targets: list[Target], checkpoint: Checkpoint) -> None:
         if target.tensor.shape != shape:
             path = checkpoint.shards[int(checkpoint.shard_of[target.row])].path
             wrong.append(
-                f"{target.name!r}: {list(shape)} in {path}, {list(target.tensor.shape)} in the model"
+                f"{target.name!r}: {list(shape)} in {clean(path)}, {list(target.tensor.shape)} in the model"
             )
     if wrong:
         count = "one shape differs" if len(wrong) == 1 else f"{len(wrong)} shapes differ"

@@ -40,12 +40,14 @@ def parse_device(device: object) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        why = (
-            "a driver or a GPU is missing"
-            if torch.version.cuda or torch.version.hip
-            else "this torch is built without CUDA"
+        if torch.version.cuda or torch.version.hip:
+            why, then = "a driver or a GPU is missing", ""
+        else:
+            why = f"torch {torch.__version__} is built without CUDA and ROCm"
+            then = "; where there is a GPU, install a torch for it (pytorch.org/get-started)"
+        raise DeviceError(
+            f"device {device!r}: there is no CUDA device ({why}); run `tensorlift doctor`{then}"
         )
-        raise DeviceError(f"device {device!r}: there is no CUDA device ({why}); run `tensorlift doctor`")
     index = torch.cuda.current_device() if parsed.index is None else parsed.index
     if index >= count:
         raise DeviceError(

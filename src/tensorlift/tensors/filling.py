@@ -14,9 +14,11 @@ from tensorlift.engine.sizing import budget
 from tensorlift.errors import MismatchError, TensorNotFoundError
 from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.format.digests import Expected
+from tensorlift.format.quoting import clean, quote
 from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
-from tensorlift.stats import LoadStats, merged, reporter
+from tensorlift.progress import Report, reporter
+from tensorlift.stats import LoadStats, merged
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.destinations import Match, Target, match, tensors_of
 from tensorlift.tensors.direct import Direct
@@ -24,8 +26,6 @@ from tensorlift.tensors.transfer import Clock, Transfer
 from tensorlift.tensors.views import check_expressible, collector_paused
 
 __all__ = ["Filled", "fill"]
-
-Report = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,8 @@ def fill(
     transfers: list[Transfer] = []
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(reporter(options.progress))
+        # Also after a failure, which leaves them half written.
+        stack.callback(_bump_versions, found.direct)
         for direct in directs:
             stack.callback(direct.close)
         progress = _Progress(report, checkpoint, found.targets, [*directs])
@@ -85,7 +87,6 @@ def fill(
             for target in found.ordered:
                 _copy(target.tensor, held.pop(target.name))
         progress.finish()
-    _bump_versions(found.direct)
     parts = [direct.stats() for direct in directs] + [transfer.stats() for transfer in transfers]
     used = np.array([target.row for target in found.targets], np.int64)
     stats = merged(parts, seconds=dict(clock.seconds), files=len(np.unique(checkpoint.shard_of[used])))
@@ -115,9 +116,9 @@ def _check_names(found: Match, checkpoint: Checkpoint) -> None:
     for names, text in ((found.missing, "not in the checkpoint"), (found.unexpected, "not in the model")):
         if names:
             more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-            parts.append(f"{len(names)} {text}: {', '.join(map(repr, names[:20]))}{more}")
+            parts.append(f"{len(names)} {text}: {', '.join(map(quote, names[:20]))}{more}")
     raise MismatchError(
-        f"{checkpoint.where}: checkpoint and model have different names: {'; '.join(parts)}; "
+        f"{clean(checkpoint.where)}: checkpoint and model have different names: {'; '.join(parts)}; "
         "pass strict=False to load what fits"
     )
 

@@ -7,10 +7,9 @@ place.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -96,16 +95,8 @@ class HostMemory:
 
     def allocate(self, sizes: Sequence[int]) -> list[Arena]:
         """See Memory."""
-        arenas: list[Arena] = []
         library = abi.library()
-        try:
-            for nbytes in sizes:
-                arenas.append(Arena(*library.arena_host(nbytes), nbytes))
-        except BaseException:
-            for arena in arenas:
-                arena.release()
-            raise
-        return arenas
+        return _all_or_none(Arena(*library.arena_host(nbytes), nbytes) for nbytes in sizes)
 
     def stream(self) -> int:
         """See Memory."""
@@ -161,11 +152,10 @@ class CudaMemory:
                     f"{self.free_bytes()} bytes are free; lower buffer_size or arena_size: {error}"
                 ) from error
         library = abi.library()
-        arenas = []
-        for block, nbytes in zip(blocks, sizes, strict=True):
-            handle, address = library.arena_adopt(torch._C._to_dlpack(block))
-            arenas.append(Arena(handle, address, nbytes))
-        return arenas
+        return _all_or_none(
+            Arena(*library.arena_adopt(torch._C._to_dlpack(block)), nbytes)
+            for block, nbytes in zip(blocks, sizes, strict=True)
+        )
 
     def stream(self) -> int:
         """See Memory."""
@@ -250,11 +240,14 @@ def _pci_address(index: int) -> str | None:
     )
 
 
-@contextlib.contextmanager
-def released(arenas: list[Arena]) -> Iterator[list[Arena]]:
-    """Releases the arenas in the list at the end."""
+def _all_or_none(makes: Iterable[Arena]) -> list[Arena]:
+    """The arenas; where making one fails, those before it are given back."""
+    made: list[Arena] = []
     try:
-        yield arenas
-    finally:
-        while arenas:
-            arenas.pop().release()
+        for arena in makes:
+            made.append(arena)
+    except BaseException:
+        for arena in made:
+            arena.release()
+        raise
+    return made

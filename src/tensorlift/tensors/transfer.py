@@ -1,4 +1,4 @@
-"""One load under way: an engine, the layout that it fills, and the arenas.
+"""One load under way: the layout that an engine fills, and the arenas.
 
 Arenas are released only after the engine is closed or their tickets have landed: no block is written after it
 is given back. The object is owned by whoever calls close(); it refers to no iterator, so that it can outlive
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +18,8 @@ import numpy.typing as npt
 import torch
 
 from tensorlift.engine.digesting import Checks
-from tensorlift.engine.engine import Engine
-from tensorlift.engine.report import EngineReport, report_of
-from tensorlift.engine.sizing import size_engine
 from tensorlift.engine.trace import Trace
+from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import Expected
 from tensorlift.options import LoadOptions
@@ -29,11 +27,10 @@ from tensorlift.plan import pieces as plan_pieces
 from tensorlift.plan.arenas import Layout, Rules, Wanted, lay_out
 from tensorlift.stats import LoadStats
 from tensorlift.tensors.memory import Arena, Memory
+from tensorlift.tensors.running import Running, Tick
 from tensorlift.tensors.views import Table, collector_paused
 
 __all__ = ["Clock", "Transfer"]
-
-Tick = Callable[[], object]
 
 
 class Clock:
@@ -56,11 +53,10 @@ class Clock:
                 self.trace.keep("wait" if name == "read" else name, begin, args)
 
 
-class Transfer:
+class Transfer(Running):
     """Wanted tensors on their way into arenas of one device, batch by batch.
 
-    Call submit(), wait() and tensors() for each batch in turn, then finish(); close() at any time, more than
-    once.
+    Call submit(), wait() and tensors() for each batch in turn, then finish(): all from one thread at a time.
     """
 
     def __init__(
@@ -77,7 +73,7 @@ class Transfer:
 
         ``expected``: digests that wait() compares with.
         """
-        self.memory, self.clock = memory, clock
+        self.clock = clock
         with clock.phase("plan"), collector_paused():
             self.table = Table(checkpoint, rows)
             self.layout = self._lay_out(rules)
@@ -85,21 +81,17 @@ class Transfer:
             self._run_edges = np.searchsorted(self.layout.run_batch, np.arange(self.batch_count + 1)).tolist()
             self._last_use = _last_use(self.layout)
             self._first_arenas = _arenas_begun(self.layout)
-            device = memory.native_kind != 0
             used, digest = int(self.layout.arena_used.sum()), expected is not None
-            size = size_engine(options, used, device=device, digest=digest, pci_address=memory.pci_address)
-            self._engine = Engine(
-                size, memory.native_kind, memory.native_index, trace=clock.trace is not None
+            super().__init__(
+                checkpoint, self.table.files, memory, options, used, trace=clock.trace, digest=digest
             )
-            self._files = _add_files(self._engine, checkpoint, self.table.files)
             self._checks = None if expected is None else Checks(self._engine, checkpoint, rows, expected)
             self._checked = 0
         self._arenas: dict[int, Arena] = {}
         self._addresses = np.zeros(len(self.layout.arena_nbytes), np.uint64)
-        self._submitted = 0
         self._tickets: list[int] = []
+        self._arrived = 0
         self.held_bytes = self.peak_bytes = 0
-        self._report = EngineReport()
 
     def _lay_out(self, rules: Rules) -> Layout:
         table = self.table
@@ -173,10 +165,12 @@ class Transfer:
     def tensors(self, batch: int) -> list[torch.Tensor]:
         """The tensors of a submitted batch. Their bytes are there once wait(batch) has returned."""
         first, last = self._batch_edges[batch], self._batch_edges[batch + 1]
-        arenas = self.layout.arenas[first:last]
-        used = int(arenas.max(initial=-1))
-        arena = self._arenas[used] if used >= 0 else None
-        with self.clock.phase("hand_out", batch=batch), collector_paused():
+        used = int(self.layout.arenas[first:last].max(initial=-1))
+        # close() of another thread must not release the arena before its tensors hold it.
+        with self.clock.phase("hand_out", batch=batch), collector_paused(), self._ending:
+            arena = self._arenas.get(used)
+            if arena is None and used >= 0:
+                raise RequestError("the load was closed")
             return self.table.tensors(first, last, arena, self.layout.offsets[first:last], self.memory)
 
     def wait(self, batch: int, tick: Tick | None = None) -> None:
@@ -187,10 +181,8 @@ class Transfer:
         with self.clock.phase("read", batch=batch):
             if self._checks is not None:
                 self._check(self._checks, batch, tick)
-            self._engine.wait(self._tickets[batch], tick)
-            if self.memory.native_kind != 0:
-                self._engine.stream_wait(self.memory.stream())
-                self.memory.ready()
+            self._arrive(self._tickets[batch], tick)
+        self._arrived = max(self._arrived, batch + 1)
 
     def _check(self, checks: Checks, last: int, tick: Tick | None) -> None:
         for batch in range(self._checked, last + 1):
@@ -206,25 +198,19 @@ class Transfer:
                 self.held_bytes -= held.nbytes
                 held.release()
 
-    def bytes_done(self) -> int:
-        """Bytes delivered so far."""
-        return self._report.nbytes if self._engine.closed else self._engine.bytes_done()
-
     def close(self) -> None:
-        """Cancels what is under way, waits for it, lets all go."""
-        if not self._engine.closed:
-            with self.clock.phase("close"):
-                self._report = report_of(self._engine, log=True)
-                if self.clock.trace is not None:
-                    self.clock.trace.take(self._engine)
-                self._engine.close()
+        """See Running."""
+        with self.clock.phase("close"):
+            super().close()
+
+    def _let_go(self) -> None:
         while self._arenas:
             self._arenas.popitem()[1].release()
 
     def stats(self) -> LoadStats:
         """What was done so far; ``seconds`` without ``total``."""
-        report = self._report if self._engine.closed else report_of(self._engine)
-        done = self._batch_edges[self.submitted]
+        report = self.report()
+        done = self._batch_edges[self._arrived]
         return report.stats(
             nbytes=int(self.table.sizes[:done].sum()),
             tensors=done,
@@ -234,14 +220,6 @@ class Transfer:
             verified=self._checks.checked if self._checks is not None else 0,
             seconds=dict(self.clock.seconds),
         )
-
-
-def _add_files(engine: Engine, checkpoint: Checkpoint, files: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Names the wanted files to the engine; index of the engine by index of the shard."""
-    index = np.full(len(checkpoint.shards), -1, np.int32)
-    for shard in np.unique(files).tolist():
-        index[shard] = engine.add_file(checkpoint.shards[shard])
-    return index
 
 
 def _last_use(layout: Layout) -> dict[int, list[int]]:

@@ -22,6 +22,7 @@ from tensorlift.engine import abi
 from tensorlift.errors import DtypeError
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint
+from tensorlift.format.quoting import clean, quote
 from tensorlift.plan.slices import Slice
 from tensorlift.tensors.memory import Arena, Memory
 
@@ -91,7 +92,7 @@ def _check_row(checkpoint: Checkpoint, row: int, dtype: dtypes.Dtype) -> None:
         return
     path = checkpoint.shards[int(checkpoint.shard_of[row])].path
     raise DtypeError(
-        f"{path}: tensor {checkpoint.names[row]!r} has dtype {dtype.code}, {why} "
+        f"{clean(path)}: tensor {quote(checkpoint.names[row])} has dtype {dtype.code}, {why} "
         f"(torch {torch.__version__}); leave it out with names=, or use another torch"
     )
 

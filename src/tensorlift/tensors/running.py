@@ -1,0 +1,92 @@
+"""An engine at work for one load: its files, what it reports, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorlift.engine.engine import Engine
+from tensorlift.engine.report import EngineReport, report_of
+from tensorlift.engine.sizing import size_engine
+from tensorlift.engine.trace import Trace
+from tensorlift.format.checkpoint import Checkpoint
+from tensorlift.options import LoadOptions
+from tensorlift.tensors.memory import Memory
+
+__all__ = ["Running", "Tick"]
+
+Tick = Callable[[], object]
+
+
+class Running:
+    """What loads into arenas and loads into existing tensors share. close() may come from any thread, at any
+    time, more than once.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        files: npt.NDArray[np.int32],
+        memory: Memory,
+        options: LoadOptions,
+        nbytes: int,
+        *,
+        trace: Trace | None,
+        digest: bool,
+    ) -> None:
+        """Makes an engine for ``nbytes`` bytes out of the shards in ``files``; ``digest``: that digests them."""
+        self.memory = memory
+        size = size_engine(
+            options,
+            nbytes,
+            device=memory.native_kind != 0,
+            digest=digest,
+            pci_address=memory.pci_address,
+        )
+        self._engine = Engine(size, memory.native_kind, memory.native_index, trace=trace is not None)
+        self._trace = trace
+        self._files = np.full(len(checkpoint.shards), -1, np.int32)
+        """The engine's index of a file by the shard's."""
+        for shard in np.unique(files).tolist():
+            self._files[shard] = self._engine.add_file(checkpoint.shards[shard])
+        self._report = EngineReport()
+        # For the end alone. Reentrant: a collection of garbage that comes under it may close as well.
+        self._ending = threading.RLock()
+
+    def _arrive(self, ticket: int, tick: Tick | None) -> None:
+        """Waits until a ticket is there for work on the caller's stream; raises what stopped the engine."""
+        self._engine.wait(ticket, tick)
+        if self.memory.native_kind != 0:
+            self._engine.stream_wait(self.memory.stream())
+            self.memory.ready()
+
+    def report(self) -> EngineReport:
+        """The engine's counters, now or when it was closed."""
+        with self._ending:
+            return self._report if self._engine.closed else report_of(self._engine)
+
+    def bytes_done(self) -> int:
+        """Bytes delivered so far."""
+        with self._ending:
+            return self._report.nbytes if self._engine.closed else self._engine.bytes_done()
+
+    def close(self) -> None:
+        """Cancels what is under way, waits for it, lets all go: no byte is written after this."""
+        if self._engine.forked:
+            # The lock may be held for ever by a thread that this process does not have.
+            self._engine.close()
+            self._let_go()
+            return
+        with self._ending:
+            if not self._engine.closed:
+                self._report = report_of(self._engine, log=True)
+                if self._trace is not None:
+                    self._trace.take(self._engine)
+                self._engine.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Gives back what the engine wrote into."""
