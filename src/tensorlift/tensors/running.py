@@ -37,7 +37,7 @@ class Running:
         trace: Trace | None,
         digest: bool,
     ) -> None:
-        """Makes an engine for ``nbytes`` bytes out of the shards in ``files``; ``digest``: that digests them."""
+        """Makes an engine for ``nbytes`` bytes out of the shards in ``files``, to digest them or not."""
         self.memory = memory
         size = size_engine(
             options,
