@@ -149,7 +149,8 @@ def test_example_is_what_is_printed(
     print_error(caught.value)
     said = capsys.readouterr().err
     assert said.startswith(f"error: {name}\n")
-    assert f"```\n{said}```" in section(name).replace("(torch TORCH)", f"(torch {torch.__version__})")
+    shown = section(name).replace("(torch TORCH)", f"(torch {torch.__version__})")
+    assert f"```\n{said}```" in shown.replace("'FOLDER'", f"'{tmp_path}'")
 
 
 def test_example_of_a_refused_reader_is_what_is_printed(tmp_path: Path) -> None:

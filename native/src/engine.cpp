@@ -271,7 +271,7 @@ Failure Engine::digests(uint64_t first, uint64_t count, uint8_t *digests) {
     if (first + count < first || first + count > landed_.load()) {
         return failure(TL_ERR_ARGUMENT, "digests of pieces that have not landed");
     }
-    std::memset(digests, 0, count * sizeof(Digest));
+    if (count > 0) std::memset(digests, 0, count * sizeof(Digest));
     for (uint64_t i = first; i < std::min<uint64_t>(first + count, digests_.size()); i++)
         std::memcpy(digests + (i - first) * sizeof(Digest), digests_[i].bytes, sizeof(Digest));
     return {};

@@ -61,7 +61,7 @@ uint64_t PlanBuilder::take(const tl_piece &rest, bool joins) {
     }
     if (whole) slot.digests.push_back({pieces_, shape_.device ? where : rest.destination, taken});
     if (!shape_.device) {
-        staged_.push_back({rest.file, {rest.file_offset, taken, rest.destination}});
+        stage(rest.file, {rest.file_offset, taken, rest.destination});
         used_ += taken;
         return taken;
     }
@@ -74,9 +74,21 @@ uint64_t PlanBuilder::take(const tl_piece &rest, bool joins) {
     } else {
         slot.copies.push_back({where, taken, rest.destination});
     }
-    staged_.push_back({rest.file, {rest.file_offset, taken, where}});
+    stage(rest.file, {rest.file_offset, taken, where});
     used_ = where + taken;
     return taken;
+}
+
+void PlanBuilder::stage(int file, const Fill &fill) {
+    if (!staged_.empty()) {
+        Staged &before = staged_.back();
+        if (before.file == file && before.fill.file_offset + before.fill.nbytes == fill.file_offset &&
+            before.fill.where + before.fill.nbytes == fill.where) {
+            before.fill.nbytes += fill.nbytes;
+            return;
+        }
+    }
+    staged_.push_back({file, fill});
 }
 
 void PlanBuilder::add(const tl_piece &piece) {

@@ -89,6 +89,9 @@ private:
     uint64_t place(const tl_piece &rest, bool joins) const;
     void open();
     void close();
+    // Adds to the open slot; what follows the fill before in file and slot becomes part of it, so that reads are cut at
+    // block edges and not at the edges of pieces.
+    void stage(int file, const Fill &fill);
     void cut_into_chunks(const Staged &staged);
 
     PlanShape shape_;

@@ -66,8 +66,9 @@ TEST(every_way_of_reading_digests_the_same) {
                 if (!refusal(backend, plan.paths[0]).empty()) {
                     continue;
                 }
-                if (kind != TL_DEVICE_CPU) {
-                    standin(kind).set_copy_jitter_us(500, seed);
+                const StandIn *device = kind == TL_DEVICE_CPU ? nullptr : &standin(kind);
+                if (device != nullptr) {
+                    device->set_copy_jitter_us(500, seed);
                 }
                 Bytes memory(plan.memory_bytes, kCanary);
                 Engine engine(options);
@@ -87,6 +88,9 @@ TEST(every_way_of_reading_digests_the_same) {
                 const std::uint64_t first = plan.pieces.size() / 2;
                 require_digests(plan, digests_of(engine, first, plan.pieces.size() - first), first);
                 engine.destroy();
+                if (device != nullptr) {
+                    device->require_clean();
+                }
             }
         }
     }
@@ -162,9 +166,7 @@ TEST(a_trace_tells_all_reads_and_copies) {
             if (!refusal(backend, path).empty()) {
                 continue;
             }
-            if (kind != TL_DEVICE_CPU) {
-                standin(kind);
-            }
+            const StandIn *device = kind == TL_DEVICE_CPU ? nullptr : &standin(kind);
             Bytes memory(content.size());
             Engine engine(small_slots(kind, backend, 2));
             const std::int32_t file = engine.add(path, content.size());
@@ -187,6 +189,10 @@ TEST(a_trace_tells_all_reads_and_copies) {
                 REQUIRE(event.stage != TL_STAGE_READ || event.file == file);
             }
             REQUIRE_EQ(bytes, content.size());
+            engine.destroy();
+            if (device != nullptr) {
+                device->require_clean();
+            }
         }
     }
 }

@@ -14,9 +14,12 @@ from support.checkpoints import random_checkpoint, random_row, write_safetensors
 from support.digests import CHUNK, digests_of, headers
 from tensorlift.engine import abi, digesting
 from tensorlift.engine.digesting import digest_checkpoint
-from tensorlift.errors import LibraryError, TruncatedError
+from tensorlift.engine.engine import Engine
+from tensorlift.engine.sizing import EngineSize
+from tensorlift.errors import BackendError, LibraryError, TruncatedError
 from tensorlift.format.digests import describe
 from tensorlift.options import LoadOptions
+from tensorlift.plan.chunks import digest_pieces
 
 SIZES = st.lists(
     st.one_of(
@@ -92,3 +95,29 @@ def test_trees_of_several_tensors() -> None:
     assert [row.tobytes() for row in found] == [
         xxhash.xxh3_128_digest(pieces[a:b].tobytes()) for a, b in ((0, 2), (2, 2), (2, 5))
     ]
+
+
+def test_direct_reads_are_cut_at_blocks_not_at_pieces(tmp_path: Path) -> None:
+    # The data begins 8 bytes behind a block's begin, so every edge of a piece lies inside a block.
+    count = 16
+    tensors = {"t": random_row("U8", [count * CHUNK])}
+    path = write_safetensors(tmp_path / "m.safetensors", tensors, length=4096)
+    size = EngineSize(CHUNK, 4 * CHUNK, 8 * CHUNK, 1, 4, ("URING", "AIO"))
+    memory = np.zeros(count * CHUNK + 8192, np.uint8)
+    begin = -(-memory.ctypes.data // 4096) * 4096 + 8
+    checkpoint = headers(path)
+    assert checkpoint.starts[0] % 4096 == 8
+    with Engine(size) as engine:
+        file = engine.add_file(checkpoint.shards[0])
+        pieces = digest_pieces(
+            np.array([file], np.int32), checkpoint.starts, checkpoint.sizes, np.array([begin], np.uint64)
+        )
+        try:
+            engine.wait(engine.submit(pieces))
+        except BackendError as error:
+            pytest.skip(f"no direct asynchronous reads here: {error}")
+        stats = engine.stats()
+        made = digesting.tree_digests(engine.digests(0, count), np.array([0, count]))
+    assert made.tobytes().hex() == digests_of(tensors)["t"]
+    # At each edge of a slot one block is read twice, at the edges of the pieces inside a slot none.
+    assert stats.direct_bytes_read <= count * CHUNK + (count // 4 + 1) * 4096

@@ -99,3 +99,19 @@ def test_near_a_device_there_is_only_a_part_of_the_machine(monkeypatch: pytest.M
     assert facts == Facts(8, 60 * MIB, frozenset(range(8)))
     size = size_engine(LoadOptions(), 30 * GIB, device=True, facts=facts)
     assert (size.threads, size.near) == (8, frozenset(range(8)))
+
+
+@given(
+    st.integers(0, 1 << 36),
+    st.one_of(st.none(), st.integers(1, 2 * MIB // PAGE).map(lambda pages: pages * PAGE)),
+    st.one_of(st.none(), st.integers(1, 4 * MIB)),
+    st.booleans(),
+)
+def test_what_is_digested_fits_into_a_slot(
+    nbytes: int, chunk_size: int | None, slot_size: int | None, device: bool
+) -> None:
+    options = LoadOptions(chunk_size=chunk_size, slot_size=slot_size)
+    size = size_engine(options, nbytes, device=device, digest=True, facts=BIG)
+    assert size.slot_size >= min(nbytes, MIB)
+    assert size.slot_size % size.chunk_size == 0
+    assert size.pinned_bytes >= 2 * size.slot_size

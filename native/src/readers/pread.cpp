@@ -28,10 +28,10 @@ uint64_t thread_cpu_ns() {
     return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
 }
 
-// How often this thread went to sleep by itself: waiting for storage, say, not while others had its CPU.
-long sleeps() {
+// How often a thread, or the process, went to sleep by itself: waiting for storage, say, not while others had its CPU.
+long sleeps(int whose) {
     rusage now{};
-    getrusage(RUSAGE_THREAD, &now);
+    getrusage(whose, &now);
     return now.ru_nvcsw;
 }
 
@@ -39,13 +39,14 @@ long sleeps() {
 struct TimedRead {
     explicit TimedRead(const DeepRead &read) {
         const uint64_t begin = now_ns(), cpu_begin = thread_cpu_ns();
-        const long before = sleeps();
+        // A process has slept before it reads: a kernel that says it never did does not count, so the clock must do.
+        static const bool counted = sleeps(RUSAGE_SELF) > 0;
+        const long before = sleeps(RUSAGE_THREAD);
         const ssize_t got = pread(read.fd(), read.buffer(), read.nbytes(), static_cast<off_t>(read.offset()));
         result = got < 0 ? -errno : got;
         cpu_ns = thread_cpu_ns() - cpu_begin;
-        const long after = sleeps();
-        // A kernel that never counts does not say; its waits are taken from the clock alone.
-        wall_ns = after > before || after == 0 ? now_ns() - begin : cpu_ns;
+        const bool slept = !counted || sleeps(RUSAGE_THREAD) > before;
+        wall_ns = slept ? now_ns() - begin : cpu_ns;
     }
     int64_t result;
     uint64_t wall_ns;
