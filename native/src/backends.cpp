@@ -22,7 +22,7 @@ bool allow_direct(File *file, int path) {
         file->route.direct_path = path;
         return true;
     }
-    file->note(std::string("direct I/O refused at open: ") + reason(refusal));
+    if (!file->shortage) file->note(std::string("direct I/O refused at open: ") + reason(refusal));
     return false;
 }
 
@@ -93,6 +93,7 @@ Failure choose_route(File *file, const uint32_t *backends, size_t count) {
     for (; file->candidate < count; file->candidate++) {
         const uint32_t backend = backends[file->candidate];
         const std::string why = try_backend(file, backend);
+        if (file->shortage) return file->open_failed(file->shortage);
         if (why.empty()) {
             file->routed = true;
             return {};
