@@ -101,3 +101,10 @@ def test_each_cache_that_our_cpus_reach_counts_once(tmp_path: Path) -> None:
 
 def test_this_machine() -> None:
     assert 1 <= machine.usable_cpus() <= len(machine.affinity())
+
+
+def test_memory_and_swap(tmp_path: Path) -> None:
+    text = "MemTotal:   24000000 kB\nMemFree:  12 kB\nSwapTotal:    1000 kB\nHugePages_Total:   0\n"
+    assert machine.host_memory(tree(tmp_path, {"proc/meminfo": text})) == 24_001_000 * 1024
+    assert machine.host_memory(str(tmp_path / "nothing")) is None
+    assert (machine.host_memory() or 0) > 1 << 20

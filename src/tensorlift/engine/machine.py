@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["affinity", "cpu_quota", "last_level_cache", "usable_cpus"]
+__all__ = ["affinity", "cpu_quota", "host_memory", "last_level_cache", "usable_cpus"]
 
 
 def affinity() -> frozenset[int]:
@@ -46,6 +46,12 @@ def last_level_cache(root: str = "/", cpus: Iterable[int] | None = None) -> int 
             level_last = max(found)
             caches[level_last, found[level_last][0]] = found[level_last][1]
     return sum(caches.values()) or None
+
+
+def host_memory(root: str = "/") -> int | None:
+    """Bytes of memory and swap that the machine has in all; None where it is not known."""
+    facts = dict(re.findall(r"^(\w+): +(\d+) kB$", _text(Path(root, "proc/meminfo")), re.MULTILINE))
+    return (int(facts["MemTotal"]) + int(facts.get("SwapTotal", 0))) * 1024 if "MemTotal" in facts else None
 
 
 class _Mount(NamedTuple):
