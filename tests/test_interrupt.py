@@ -76,3 +76,32 @@ def test_ctrl_c(kind: str, tmp_path: Path) -> None:
     assert answer["outcome"] == "interrupted"
     assert answer["took"] < 2
     assert answer["left"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["load", "open", "load_into"])
+def test_an_interrupt_while_the_engine_ends_leaves_no_memory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", {"t": random_row("U8", [1 << 20])})
+    state = {"t": loading.torch.zeros(1 << 20, dtype=loading.torch.float32)}
+    runs = {
+        "load": lambda: loading.load(path),
+        "open": lambda: [name for name, _ in loading.open(path)],
+        "load_into": lambda: loading.load_into(state, path),
+    }
+    runs[kind]()
+    for name in ("tl_engine_cancel", "tl_engine_destroy"):
+        before = leaks.held()
+        real, left = abi.library().call[name], [1]
+
+        def then_interrupted(*given: Any, real: Any = real, left: list[int] = left) -> int:
+            status: int = real(*given)
+            if left:
+                left.pop()
+                raise KeyboardInterrupt
+            return status
+
+        monkeypatch.setitem(abi.library().call, name, then_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runs[kind]()
+        assert leaks.held() == before

@@ -36,7 +36,7 @@ int path_for_missing(File *file, int direct_path) {
     if (direct_path < 0) return TL_PATH_PREAD_BUFFERED;
     const int refusal = file->open_direct();
     if (refusal == 0) return direct_path;
-    file->note("direct I/O refused: " + reason(refusal));
+    if (!file->shortage) file->note("direct I/O refused: " + reason(refusal));
     return TL_PATH_PREAD_BUFFERED;
 }
 
@@ -131,6 +131,7 @@ Failure choose_route(File *file, const uint32_t *backends, size_t count) {
     for (; file->candidate < count; file->candidate++) {
         const uint32_t backend = backends[file->candidate];
         const std::string why = try_backend(file, backend);
+        if (file->shortage) return file->open_failed(file->shortage);
         if (why.empty()) {
             file->routed = true;
             return {};

@@ -209,6 +209,7 @@ Chunk *Engine::take_chunk() {
                     trace_.end(waited_from, TL_STAGE_WAIT_SLOT, -1, 0, 0);
                 }
                 Chunk *chunk = &slot.chunks[next_chunk_++];
+                taken_chunks_++;
                 if (next_chunk_ == slot.chunks.size()) {
                     next_slot_++;
                     next_chunk_ = 0;
@@ -221,14 +222,31 @@ Chunk *Engine::take_chunk() {
     }
 }
 
+// For a thread that lacks a descriptor: whether a file of ours was closed since closes, perhaps only now. False where
+// all that could close one wait as well, and at the end.
+bool Engine::wait_for_a_close(uint64_t closes) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    lacking_++;
+    closes_cv_.notify_all();
+    closes_cv_.wait(lock,
+                    [&] { return closes_.load() != closes || lacking_ == taken_chunks_ || stopping(); });
+    lacking_--;
+    return closes_.load() != closes && !stopping();
+}
+
 void Engine::part_done(Chunk *chunk) {
     Slot *slot = nullptr;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         if (--chunk->pending > 0) return;
+        taken_chunks_--;
         File &file = *files_[static_cast<size_t>(chunk->file)];
         // Nobody reads a file without a chunk of it, so it can be closed under this lock alone.
-        if (--file.outstanding == 0) file.close();
+        if (--file.outstanding == 0) {
+            file.close();
+            closes_++;
+        }
+        if (lacking_ > 0) closes_cv_.notify_all();
         slot = chunk->slot;
         if (--slot->chunks_left > 0) return;
     }
@@ -333,6 +351,7 @@ void Engine::failed(const Failure &failure) {
     stopping_.store(true, std::memory_order_release);
     work_cv_.notify_all();
     done_cv_.notify_all();
+    closes_cv_.notify_all();
 }
 
 void Engine::cancel() {

@@ -80,6 +80,7 @@ private:
     // fetch.cpp: how the bytes of a chunk come
     void fetch(Chunk *chunk);
     Failure ready_file(File *file, Route *route);
+    Failure open_and_route(File *file, Route *route);
     bool fetch_range(Chunk *chunk, File *file, const Route &route, uint64_t begin, uint64_t end);
     bool fetch_cached(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
     bool fetch_deep(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
@@ -95,6 +96,7 @@ private:
     void stay_near();
     void work();
     Chunk *take_chunk();
+    bool wait_for_a_close(uint64_t closes);
     bool slot_is_free(const Slot &slot) const;
     void part_done(Chunk *chunk);
     void slot_filled(Slot *slot);
@@ -118,6 +120,7 @@ private:
     mutable std::mutex mutex_;
     std::condition_variable work_cv_;          // a chunk or a slot to fill
     std::condition_variable done_cv_;          // landed_ moved, or the engine ended
+    std::condition_variable closes_cv_;        // for threads that lack a descriptor
     std::deque<std::unique_ptr<Slot>> slots_;  // in order, from the oldest that is not retired
     uint64_t first_slot_ = 0;                  // index of slots_.front()
     uint64_t next_slot_ = 0;                   // where take_chunk goes on
@@ -127,6 +130,9 @@ private:
     uint64_t freed_slots_ = 0;   // leading slots whose memory is free again
     uint64_t pieces_submitted_ = 0;
     std::vector<Digest> digests_;  // by piece; empty until one is asked for
+    std::atomic<uint64_t> closes_{0};  // files closed so far
+    uint64_t taken_chunks_ = 0;        // taken and not complete
+    uint64_t lacking_ = 0;             // of these, waiting for a descriptor
     Failure failure_;
     std::string notes_;
     std::vector<std::thread> threads_;

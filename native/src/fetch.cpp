@@ -49,15 +49,27 @@ char *Engine::slot_base(const Slot &slot) const {
     return ring_->prepare(slot.index % ring_->count(), &note) + slot.shift;
 }
 
-// Opens the file if need be and decides its route; a copy of the route comes back.
+// Opens the file if need be and decides its route; a copy of the route comes back. Where descriptors are short, files
+// that others are reading are waited for.
 Failure Engine::ready_file(File *file, Route *route) {
+    for (;;) {
+        const uint64_t closes = closes_.load();
+        Failure f = open_and_route(file, route);
+        if (!no_descriptors(f.os_errno) || !wait_for_a_close(closes)) return f;
+    }
+}
+
+Failure Engine::open_and_route(File *file, Route *route) {
     std::lock_guard<std::mutex> lock(file->mutex);
     if (Failure f = file->open_plain()) return f;
     if (!file->routed) {
-        if (Failure f = choose_route(file, options_.backends, options_.backend_count)) return f;
+        if (Failure f = choose_route(file, options_.backends, options_.backend_count)) {
+            file->close();  // nobody reads it yet
+            return f;
+        }
     } else if (is_direct(file->route.deep_path)) {
         const int refusal = file->open_direct();
-        if (refusal != 0) return os_failure(TL_ERR_OPEN, refusal, "cannot open again for direct I/O");
+        if (refusal != 0) return file->open_failed(refusal);
     }
     *route = file->route;
     return {};

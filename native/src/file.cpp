@@ -37,15 +37,15 @@ int open_again(const char *path, int flags) {
 
 }  // namespace
 
+bool no_descriptors(int os_errno) {
+    return os_errno == EMFILE || os_errno == ENFILE;
+}
+
 Failure File::open_plain() {
     if (plain_fd >= 0) return {};
     // Not blocking on a pipe that has taken the file's place.
     const int fd = open_again(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) {
-        Failure f = os_failure(TL_ERR_OPEN, errno, "cannot open");
-        f.file = index;
-        return f;
-    }
+    if (fd < 0) return open_failed(errno);
     struct stat status;
     Failure f;
     if (fstat(fd, &status) != 0) {
@@ -75,6 +75,7 @@ Failure File::open_plain() {
 
 int File::open_direct() {
     if (direct_fd >= 0) return 0;
+    shortage = 0;
     // Through the open descriptor: the same file, even if its path leads elsewhere by now.
     const std::string same = "/proc/self/fd/" + std::to_string(plain_fd);
     int fd = open_again(same.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
@@ -87,7 +88,10 @@ int File::open_direct() {
             return ENOENT;
         }
     }
-    if (fd < 0) return errno;
+    if (fd < 0) {
+        if (no_descriptors(errno)) shortage = errno;
+        return errno;
+    }
     block = 0;
 #ifdef STATX_DIOALIGN
     struct statx answer {};
@@ -128,6 +132,12 @@ Failure File::truncated(uint64_t offset, uint64_t wanted, uint64_t got) const {
     f.offset = offset;
     f.wanted = wanted;
     f.got = got;
+    return f;
+}
+
+Failure File::open_failed(int os_errno) const {
+    Failure f = os_failure(TL_ERR_OPEN, os_errno, "cannot open");
+    f.file = index;
     return f;
 }
 

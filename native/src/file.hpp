@@ -19,6 +19,9 @@ struct Route {
     bool by_residency = false;  // ask chunk by chunk; otherwise the one path that is set takes all
 };
 
+// Whether an open failed because this process, or the machine, has no descriptor free just now.
+bool no_descriptors(int os_errno);
+
 class File {
 public:
     File(int index, std::string path, uint64_t device, uint64_t inode, uint64_t nbytes)
@@ -31,7 +34,8 @@ public:
 
     // Under mutex: opens the plain descriptor if it is not open, and checks that it is the file that was meant.
     Failure open_plain();
-    // Under mutex: opens the same file for direct I/O; the errno of a refusal, 0 if it is open.
+    // Under mutex: opens the same file for direct I/O; the errno of a refusal, 0 if it is open. Lacking a descriptor
+    // is no refusal: it is kept in shortage.
     int open_direct();
     void close();
 
@@ -40,6 +44,7 @@ public:
 
     // The failure of a read that met the end of the file.
     Failure truncated(uint64_t offset, uint64_t wanted, uint64_t got) const;
+    Failure open_failed(int os_errno) const;
     Failure read_failed(int os_errno, uint64_t offset, uint64_t wanted, uint64_t got) const;
 
     const int index;
@@ -52,6 +57,7 @@ public:
     Residency::Method residency = Residency::Method::kUnknown;
     int plain_fd = -1;
     int direct_fd = -1;
+    int shortage = 0;          // errno of an open_direct() that found no descriptor free
     uint64_t block = kPage;    // offsets, sizes and addresses of direct reads are multiples of it
     uint64_t outstanding = 0;  // chunks submitted and not complete; under the engine's lock
 

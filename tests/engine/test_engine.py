@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from support import child
 from support.checkpoints import random_row, write_safetensors
 from tensorlift import sources
 from tensorlift.engine import abi
+from tensorlift.engine import engine as engine_module
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.report import report_of
 from tensorlift.engine.sizing import EngineSize
@@ -141,25 +145,58 @@ def test_a_wait_ends_when_another_thread_closes() -> None:
     assert [str(error) for error in seen] == ["the engine is closed"]
 
 
-class InterruptedOnce(threading.Condition):
-    """Ctrl-C comes when it is left for the first time."""
+def interrupted(call: Callable[[], object], at: int) -> bool:
+    """Ctrl-C before instruction ``at`` of the engine's own frames; False where the call has fewer."""
+    count = 0
 
-    left = 0
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != engine_module.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+        return trace
 
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        self.left += 1
-        if self.left == 1:
-            raise KeyboardInterrupt
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
 
 
-def test_an_interrupt_on_the_way_into_a_call_leaves_no_user_behind() -> None:
+@pytest.mark.parametrize("name", ["stats", "wait"])
+def test_an_interrupt_anywhere_in_a_call_does_not_keep_close_waiting(name: str) -> None:
+    calls = {"stats": lambda engine: engine.stats(), "wait": lambda engine: engine.wait(0)}
+    for at in itertools.count(1):
+        engine = Engine(SIZE)
+        came = interrupted(lambda: calls[name](engine), at)  # noqa: B023 - called at once
+        engine.close()
+        assert engine.closed
+        if not came:
+            assert at > 20
+            return
+
+
+def test_a_close_in_the_middle_of_a_call_of_the_same_thread() -> None:
     engine = Engine(SIZE)
-    engine._idle = InterruptedOnce()
-    with pytest.raises(KeyboardInterrupt):
+    library = engine._abi
+
+    class Closing:
+        def engine_stats(self, handle: abi.Handle) -> abi.Stats:
+            engine.close()  # as a signal's handler might
+            return library.engine_stats(handle)
+
+    engine._abi = Closing()  # type: ignore[assignment]
+    engine._abi.engine_cancel = library.engine_cancel  # type: ignore[method-assign]
+    engine._abi.engine_destroy = library.engine_destroy  # type: ignore[method-assign]
+    with pytest.raises(RequestError, match="closed"):
         engine.stats()
-    engine.close()
-    assert engine.closed
 
 
 @pytest.mark.usefixtures("never_there")

@@ -169,3 +169,10 @@ def test_cpus_near_a_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("node", "online"), [("-1", "0-1"), ("0", "0"), ("7", "0-1"), ("", "0-1")])
 def test_no_cpus_are_nearer(tmp_path: Path, node: str, online: str) -> None:
     assert machine.cpus_near(GPU, two_nodes(tmp_path, node, online), range(16)) == frozenset()
+
+
+def test_memory_and_swap(tmp_path: Path) -> None:
+    text = "MemTotal:   24000000 kB\nMemFree:  12 kB\nSwapTotal:    1000 kB\nHugePages_Total:   0\n"
+    assert machine.host_memory(tree(tmp_path, {"proc/meminfo": text})) == 24_001_000 * 1024
+    assert machine.host_memory(str(tmp_path / "nothing")) is None
+    assert (machine.host_memory() or 0) > 1 << 20

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from support import child
+from support import child, page_cache
 from support.checkpoints import random_row, write_safetensors
-from tensorlift import loading
+from tensorlift import compat, loading
 from tensorlift.engine import abi
 from tensorlift.errors import FileError, TensorliftError, TruncatedError
 from tensorlift.options import BACKENDS
@@ -133,3 +133,31 @@ def test_a_forked_child_gets_an_error_and_the_parent_goes_on(tmp_path: Path, bac
         assert answer["child"] == "no error" if closes else "fork" in answer["child"]
         assert answer["first"] == "t0"
         assert answer["rest"] == 11
+
+
+SHARDS = 150
+
+
+def loaded_with_few_descriptors(folder: str, backend: str, how: str) -> list[bool]:
+    import resource
+
+    with compat.safe_open(folder, "pt", backend=backend) as file:
+        names = file.keys()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        if how == "load":
+            found = dict(loading.load(folder, backend=backend, io_depth=128))
+        else:
+            found = {name: file.get_tensor(name) for name in names}
+    rows = {f"t{k}": random_row("U8", [300_000], k) for k in range(SHARDS)}
+    return [found[name].numpy().tobytes() == row[2] for name, row in rows.items()]
+
+
+@pytest.mark.parametrize("how", ["load", "get_tensor"])
+def test_more_shards_than_descriptors(tmp_path: Path, backend: str, how: str) -> None:
+    for k in range(SHARDS):
+        path = tmp_path / f"model-{k + 1:05d}-of-{SHARDS:05d}.safetensors"
+        write_safetensors(path, {f"t{k}": random_row("U8", [300_000], k)})
+        page_cache.drop(path)
+    right = child.call(loaded_with_few_descriptors, str(tmp_path), backend, how)
+    assert len(right) == SHARDS
+    assert all(right)

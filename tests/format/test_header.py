@@ -3,6 +3,7 @@
 import gc
 import json
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -339,3 +340,17 @@ def test_the_collector_is_left_as_it_was():
     with pytest.raises(FileError):
         opened(whole({"w": entry(0, 5, [4])}, 4))
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("shape", [[2**63 - 1] * 50_000, [0] + [2**62] * 50_000, [2**63 - 1] * 50_000 + [0]])
+def test_shapes_of_very_many_dimensions_are_refused_at_once(shape):
+    # Their whole product has a million digits, and takes a minute.
+    begin = time.perf_counter()
+    with pytest.raises(HeaderError, match=r"'a': U8 .* has more elements than"):
+        opened(whole({"a": entry(0, 0, shape)}))
+    assert time.perf_counter() - begin < 5
+
+
+def test_very_many_dimensions_of_one_are_legal():
+    header = opened(whole({"a": entry(0, 2, [1] * 999 + [2])}, 2))
+    assert header.sizes.tolist() == [2]

@@ -154,3 +154,13 @@ def test_parse_index_refuses(text, words):
         parse_index(text, "folder/i.json")
     assert words in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["\ud800.safetensors", "a\udfff/b.safetensors"])
+def test_shards_named_with_half_a_surrogate_pair_are_refused(name):
+    with pytest.raises(CheckpointError, match="no name of a file"):
+        parse_index(json.dumps({"weight_map": {"t": name}}).encode(), "index")
+
+
+def test_shards_named_with_a_byte_that_is_no_utf8():
+    assert parse_index(json.dumps({"weight_map": {"t": "a\udcff.safetensors"}}).encode(), "index")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support import child
 from support.checkpoints import random_checkpoint, random_row, write_safetensors
 from tensorlift.errors import CheckpointError, CheckpointNotFoundError
 from tensorlift.sources import find, hub, read_headers
@@ -268,3 +269,14 @@ def test_a_download_of_a_model_without_safetensors(online, tmp_path, monkeypatch
     )
     with pytest.raises(CheckpointNotFoundError, match=r"no \*\.safetensors file"):
         find("org/name")
+
+
+def names_in(path: str) -> list[str]:
+    return sorted(names_of(path))
+
+
+def test_a_pipe_in_the_place_of_refs_main_is_not_waited_for(tmp_path):
+    folder, written = make_cache(tmp_path, ref=None)
+    (folder / "refs").mkdir()
+    os.mkfifo(folder / "refs" / "main")
+    assert child.call(names_in, str(folder), seconds=20) == sorted(written.tensors)

@@ -179,3 +179,19 @@ def test_any_file_error_is_of_the_tree(tmp_path):
     path = write_raw(tmp_path / "x.safetensors", b"[]")
     with pytest.raises(FileError):
         read_headers(find(path))
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_headers_are_read_where_no_thread_can_be_started(tmp_path, monkeypatch, allowed):
+    written = random_checkpoint(tmp_path, shards=40, tensors=2)
+    real, left = threading.Thread.start, [None] * allowed
+
+    def start(thread):
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    checkpoint = read_headers(find(tmp_path))
+    assert sorted(checkpoint.names) == sorted(written.tensors)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlift.engine import abi
+from tensorlift.engine import abi, machine
 from tensorlift.errors import OutOfMemoryError
 from tensorlift.tensors import memory
 
@@ -200,3 +200,13 @@ def test_rocm_is_named_as_such(stage: Stage, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.version, "hip", "6.4")
     cuda = memory.CudaMemory(0)
     assert (cuda.native_kind, cuda.dlpack_device) == (abi.DEVICE_HIP, (10, 0))
+
+
+def test_more_than_the_machine_has_is_refused_though_each_block_would_be_promised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = abi.library().arena_live()
+    monkeypatch.setattr(machine, "host_memory", lambda: 2 << 30)
+    with pytest.raises(OutOfMemoryError, match="machine has 2147483648,"):
+        memory.HostMemory().allocate([1 << 30] * 3)
+    assert abi.library().arena_live() == before

@@ -30,6 +30,7 @@ __all__ = [
     "CapsuleSpec",
     "Error",
     "FileInfo",
+    "Handle",
     "Options",
     "RefusedError",
     "Stats",
@@ -63,6 +64,13 @@ TRACE_EVENT = np.dtype(
 _u8, _u16, _u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
 _Bytes = npt.NDArray[np.uint8]
 _i32, _ptr, _text = ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p
+
+
+class Handle(ctypes.c_void_p):
+    """Where an engine is; empty before it is made and after it is freed, which every function notices.
+
+    Functions take this object, not the address: it is looked at when the call is under way already.
+    """
 
 
 class Status:
@@ -249,44 +257,42 @@ class Abi:
             raise RefusedError(status, error)
         return status
 
-    def engine_create(self, options: Options) -> int:
-        """A handle for the functions below. Blocks."""
-        handle = _ptr()
+    def engine_create(self, options: Options, handle: Handle) -> None:
+        """Fills a handle for the functions below. Blocks."""
         self._ask("tl_engine_create", ctypes.byref(options), ctypes.byref(handle))
-        return int(handle.value or 0)
 
-    def engine_add_file(self, engine: int, path: bytes, device: int, inode: int, nbytes: int) -> int:
+    def engine_add_file(self, engine: Handle, path: bytes, device: int, inode: int, nbytes: int) -> int:
         """Index of the file for pieces."""
         index = _i32(-1)
         self._ask("tl_engine_add_file", engine, path, device, inode, nbytes, ctypes.byref(index))
         return index.value
 
-    def engine_submit(self, engine: int, pieces: int, count: int, stream: int) -> int:
+    def engine_submit(self, engine: Handle, pieces: int, count: int, stream: int) -> int:
         """Ticket of all pieces so far; ``pieces`` is the address of an array of them."""
         ticket = _u64()
         self._ask("tl_engine_submit", engine, pieces, count, stream, ctypes.byref(ticket))
         return ticket.value
 
-    def engine_landed(self, engine: int) -> Sequence[int]:
-        """Memory that always holds the number of landed pieces, at index 0; valid as long as the engine."""
-        landed: Sequence[int] = self.call["tl_engine_landed"](engine)
-        return landed
+    def engine_landed(self, engine: Handle) -> int:
+        """Number of leading pieces that have landed."""
+        landed = self.call["tl_engine_landed"](engine)
+        return int(landed[0]) if landed else 0
 
-    def engine_wait(self, engine: int, ticket: int, milliseconds: int) -> bool:
+    def engine_wait(self, engine: Handle, ticket: int, milliseconds: int) -> bool:
         """Whether the ticket landed within the time. Blocks."""
         return self._ask("tl_engine_wait", engine, ticket, milliseconds) == Status.OK
 
-    def engine_stream_wait(self, engine: int, stream: int) -> None:
+    def engine_stream_wait(self, engine: Handle, stream: int) -> None:
         """Makes a stream wait for all copies issued."""
         self._ask("tl_engine_stream_wait", engine, stream)
 
-    def engine_digests(self, engine: int, first: int, count: int) -> _Bytes:
+    def engine_digests(self, engine: Handle, first: int, count: int) -> _Bytes:
         """(count, 16) bytes: the digests of landed pieces, zeros where none was asked for."""
         digests = np.zeros((count, DIGEST_BYTES), np.uint8)
         self._ask("tl_engine_digests", engine, first, count, digests.ctypes.data)
         return digests
 
-    def engine_trace(self, engine: int) -> npt.NDArray[Any]:
+    def engine_trace(self, engine: Handle) -> npt.NDArray[Any]:
         """All events so far, an array of TRACE_EVENT in no order; empty where the engine keeps none."""
         count = _u64()
         self._ask("tl_engine_trace", engine, 0, None, 0, ctypes.byref(count))
@@ -294,25 +300,28 @@ class Abi:
         self._ask("tl_engine_trace", engine, 0, events.ctypes.data, len(events), ctypes.byref(count))
         return events
 
-    def engine_stats(self, engine: int) -> Stats:
+    def engine_stats(self, engine: Handle) -> Stats:
         """Counters."""
         stats = Stats()
         self._ask("tl_engine_stats", engine, ctypes.byref(stats))
         return stats
 
-    def engine_file_info(self, engine: int, file: int) -> FileInfo:
+    def engine_file_info(self, engine: Handle, file: int) -> FileInfo:
         """What was decided for a file."""
         info = FileInfo()
         self._ask("tl_engine_file_info", engine, file, ctypes.byref(info))
         return info
 
-    def engine_cancel(self, engine: int) -> None:
+    def engine_cancel(self, engine: Handle) -> None:
         """Starts no further read; that it may be forked or cancelled already is no matter."""
         self.call["tl_engine_cancel"](engine, ctypes.byref(Error()))
 
-    def engine_destroy(self, engine: int) -> None:
-        """Frees the engine, whatever its state. Blocks."""
-        self.call["tl_engine_destroy"](engine, ctypes.byref(Error()))
+    def engine_destroy(self, engine: Handle) -> None:
+        """Frees the engine, whatever its state, and empties the handle; nothing where it is empty. Blocks."""
+        destroy, error = self.call["tl_engine_destroy"], ctypes.byref(Error())
+        # No call comes between these, so that no signal's handler does: the engine is freed once, and surely.
+        address, engine.value = engine.value, None
+        destroy(address, error)
 
     def arena_host(self, nbytes: int) -> tuple[int, int]:
         """(arena, address) of fresh host memory, zero filled, at a multiple of 64; of 4096 from 64 KiB on."""

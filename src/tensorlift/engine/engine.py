@@ -11,8 +11,8 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,14 @@ from tensorlift.engine import abi
 from tensorlift.engine.abi import Status
 from tensorlift.engine.failures import Failure, exception_of
 from tensorlift.engine.sizing import EngineSize
-from tensorlift.errors import RequestError
+from tensorlift.errors import RequestError, TensorliftError
 from tensorlift.format.checkpoint import Shard
 from tensorlift.plan.pieces import PIECE
 
 __all__ = ["Engine"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # A wait returns this often, so that Ctrl-C and progress come through.
 _SLICE_MILLISECONDS = 100
@@ -50,6 +53,13 @@ class Engine:
         self._abi = abi.library()
         self._shards: list[Shard] = []
         self._pid = os.getpid()
+        self._ending = False
+        # Calls under way and their threads. Entered and left without a lock, so that whatever a signal's
+        # handler raises cannot leave one behind that close() would wait for.
+        self._inside: dict[object, int] = {}
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self._handle = abi.Handle()
         options = abi.Options(
             abi_version=abi.ABI_VERSION,
             device_kind=device_kind,
@@ -67,15 +77,15 @@ class Engine:
         for cpu in size.near:
             if cpu < 64 * len(options.cpus):
                 options.cpus[cpu // 64] |= 1 << cpu % 64
-        with self._explained():
-            self._handle: int | None = self._abi.engine_create(options)
-        self._landed = self._abi.engine_landed(self._handle)
-        self._users, self._idle, self._gone = 0, threading.Condition(), threading.Event()
+        try:
+            self._abi.engine_create(options, self._handle)
+        except abi.RefusedError as refused:
+            raise self._explained(refused) from None
         _alive.add(self)
 
     def __del__(self) -> None:
         """Closes. Not a weakref's callback: in a cycle that comes before those who still use the engine."""
-        if getattr(self, "_handle", None) is not None:
+        if getattr(self, "_handle", None):
             self.close()
 
     def __enter__(self) -> Engine:
@@ -86,8 +96,8 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called."""
-        return self._handle is None
+        """Whether close() is through."""
+        return not self._handle
 
     @property
     def forked(self) -> bool:
@@ -101,8 +111,8 @@ class Engine:
 
     def add_file(self, shard: Shard) -> int:
         """Names a file for pieces; returns its index. It must still be the file whose header was read."""
-        with self._using() as handle:
-            index = self._abi.engine_add_file(handle, shard.absolute, shard.device, shard.inode, shard.nbytes)
+        facts = shard.absolute, shard.device, shard.inode, shard.nbytes
+        index = self._call(self._abi.engine_add_file, *facts)
         self._shards.append(shard)
         return index
 
@@ -113,14 +123,12 @@ class Engine:
         With a device, the copies wait for the work that ``stream`` (a handle of the driver) holds now.
         """
         pieces = np.ascontiguousarray(pieces, PIECE)
-        with self._using() as handle:
-            return self._abi.engine_submit(handle, pieces.ctypes.data, len(pieces), stream)
+        return self._call(self._abi.engine_submit, pieces.ctypes.data, len(pieces), stream)
 
     @property
     def landed(self) -> int:
-        """Number of leading pieces that have landed; read from memory."""
-        with self._using():
-            return int(self._landed[0])
+        """Number of leading pieces that have landed."""
+        return self._call(self._abi.engine_landed)
 
     def wait(self, ticket: int, tick: Callable[[], object] | None = None) -> None:
         """Waits, without the GIL, until the pieces below ``ticket`` have landed; raises what stopped them.
@@ -129,35 +137,28 @@ class Engine:
         """
         if self.landed >= ticket:
             return
-        while True:
-            with self._using() as handle:
-                if self._abi.engine_wait(handle, ticket, _SLICE_MILLISECONDS):
-                    return
+        while not self._call(self._abi.engine_wait, ticket, _SLICE_MILLISECONDS):
             if tick is not None:
                 tick()
 
     def stream_wait(self, stream: int) -> None:
         """Makes a stream of the device wait for all copies issued so far, without waiting on the host."""
-        with self._using() as handle:
-            self._abi.engine_stream_wait(handle, stream)
+        self._call(self._abi.engine_stream_wait, stream)
 
     def stats(self) -> abi.Stats:
         """The engine's counters now."""
-        with self._using() as handle:
-            return self._abi.engine_stats(handle)
+        return self._call(self._abi.engine_stats)
 
     def digests(self, first: int, count: int) -> npt.NDArray[np.uint8]:
         """Digests of the pieces from the one numbered ``first`` on: (count, 16) bytes, XXH3-128, big endian.
 
         Of pieces with the flag DIGEST; zeros for others. RequestError where one of them has not landed.
         """
-        with self._using() as handle:
-            return self._abi.engine_digests(handle, first, count)
+        return self._call(self._abi.engine_digests, first, count)
 
     def trace(self) -> npt.NDArray[Any]:
         """What the threads did so far: an array of abi.TRACE_EVENT in no order, at most 1,048,576 events."""
-        with self._using() as handle:
-            return self._abi.engine_trace(handle)
+        return self._call(self._abi.engine_trace)
 
     def bytes_done(self) -> int:
         """Bytes delivered so far, by all paths."""
@@ -165,75 +166,60 @@ class Engine:
 
     def file_info(self, file: int) -> abi.FileInfo:
         """What was decided for a file of add_file."""
-        with self._using() as handle:
-            return self._abi.engine_file_info(handle, file)
+        return self._call(self._abi.engine_file_info, file)
 
     def cancel(self) -> None:
         """Starts no further read; waits raise from now on. Nothing after close()."""
-        with contextlib.suppress(RequestError), self._using() as handle:
-            self._abi.engine_cancel(handle)
+        with contextlib.suppress(RequestError):
+            self._call(self._abi.engine_cancel)
 
     def close(self) -> None:
         """Cancels, waits for reads and copies under way, frees all. After it no byte is written anywhere.
 
-        Other threads that wait get an error; a second close() returns when the first is through.
+        Other threads that wait get an error; a second close() returns when the first is through, and does
+        the rest where that one was interrupted.
         """
+        self._ending = True
         if self.forked:
             # Locks may be held for ever by threads that this process does not have; the library only forgets.
-            first, self._handle = self._handle, None
-            if first is not None:
-                self._abi.engine_destroy(first)
+            self._abi.engine_destroy(self._handle)
             return
-        with self._idle:
-            first, self._handle = self._handle, None
-            if first is not None:
-                self._abi.engine_cancel(first)
-                try:
-                    # A call of another thread must not find its engine freed under it.
-                    self._idle.wait_for(lambda: self._users == 0)
-                except BaseException:
-                    self._handle = first
-                    raise
-        if first is None:
-            self._gone.wait()
-            return
-        try:
-            self._abi.engine_destroy(first)
-        finally:
-            self._gone.set()
+        own = threading.get_ident()
+        with self._lock:
+            self._abi.engine_cancel(self._handle)
+            # A call of another thread must not find its engine freed under it. One of this thread's own, in
+            # which a signal's handler closes, has not begun or is over: it will find no engine.
+            while any(thread != own for thread in list(self._inside.values())):
+                self._idle.wait(1)
+            self._abi.engine_destroy(self._handle)
 
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[int]:
-        """The handle, kept alive inside; what the library refuses comes out as an error of the tree."""
+    def _call(
+        self, function: Callable[Concatenate[abi.Handle, P], T], *given: P.args, **named: P.kwargs
+    ) -> T:
+        """Calls a function of the library; what it refuses comes out as an error of the tree."""
         if self.forked:
             raise exception_of(Failure(Status.FORKED, ""), None)
-        counted = False
+        call = object()
         try:
-            with self._idle:
-                if self._handle is None:
-                    raise RequestError("the engine is closed")
-                handle = self._handle
-                # No call between these two, so that Ctrl-C cannot come there: a user who is never taken off
-                # again would make close() wait for ever.
-                self._users += 1
-                counted = True
-            with self._explained():
-                yield handle
+            self._inside[call] = threading.get_ident()
+            if self._ending:
+                raise RequestError("the engine is closed")
+            return function(self._handle, *given, **named)
+        except abi.RefusedError as refused:
+            raise self._explained(refused) from None
         finally:
-            if counted:
-                with self._idle:
-                    self._users -= 1
+            self._inside.pop(call, None)
+            if self._ending:
+                with self._lock:
                     self._idle.notify_all()
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except abi.RefusedError as refused:
-            error = refused.error
-            numbers = (error.os_errno, error.driver_code, error.offset, error.wanted, error.got)
-            shard = self._shards[error.file] if 0 <= error.file < len(self._shards) else None
-            raise exception_of(Failure(refused.status, error.text, *numbers), shard) from None
+    def _explained(self, refused: abi.RefusedError) -> TensorliftError:
+        if self.closed and refused.status == Status.ARGUMENT:
+            return RequestError("the engine is closed")
+        error = refused.error
+        numbers = (error.os_errno, error.driver_code, error.offset, error.wanted, error.got)
+        shard = self._shards[error.file] if 0 <= error.file < len(self._shards) else None
+        return exception_of(Failure(refused.status, error.text, *numbers), shard)
 
 
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()

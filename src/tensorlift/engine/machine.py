@@ -12,7 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["affinity", "cpu_quota", "cpus_near", "last_level_cache", "local_ranks", "usable_cpus"]
+__all__ = [
+    "affinity",
+    "cpu_quota",
+    "cpus_near",
+    "host_memory",
+    "last_level_cache",
+    "local_ranks",
+    "usable_cpus",
+]
 
 # What torchrun, Open MPI and Slurm say of the processes that they start on a machine.
 _RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
@@ -103,6 +111,12 @@ def _cpu_list(text: str) -> frozenset[int]:
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         numbers.update(range(int(first), int(last or first) + 1))
     return frozenset(numbers)
+
+
+def host_memory(root: str = "/") -> int | None:
+    """Bytes of memory and swap that the machine has in all; None where it is not known."""
+    facts = dict(re.findall(r"^(\w+): +(\d+) kB$", _text(Path(root, "proc/meminfo")), re.MULTILINE))
+    return (int(facts["MemTotal"]) + int(facts.get("SwapTotal", 0))) * 1024 if "MemTotal" in facts else None
 
 
 class _Mount(NamedTuple):

@@ -7,18 +7,23 @@ on a CPU only.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 
 from tensorlift.engine import abi
 from tensorlift.engine.abi import Status
 from tensorlift.engine.failures import Failure, exception_of
+from tensorlift.errors import ReadError
 from tensorlift.format.checkpoint import Shard
 
 __all__ = ["LARGEST", "SmallReads"]
 
 # From here on threads and direct reads pay.
 LARGEST = 1 << 20
+# Files kept open. Opening one more costs some 10 us; a checkpoint may have more shards than the process may
+# have descriptors.
+_MOST_OPEN = 32
 
 
 class _Descriptor:
@@ -63,9 +68,7 @@ class SmallReads:
         Raises TruncatedError, ReadError, FileError as the engine does.
         """
         with self._lock:
-            file = self._files.get(number)
-            if file is None:
-                file = self._files[number] = _Descriptor(shard)
+            file = self._opened(number, shard)
         done = 0
         while done < nbytes:
             try:
@@ -78,6 +81,22 @@ class SmallReads:
             if got == 0:
                 raise exception_of(Failure(Status.TRUNCATED, "", 0, 0, offset, nbytes, done), shard)
             done += got
+
+    def _opened(self, number: int, shard: Shard) -> _Descriptor:
+        """The open file; the one that was asked for longest ago makes room."""
+        file = self._files.pop(number, None)
+        if file is None:
+            if len(self._files) >= _MOST_OPEN:
+                del self._files[next(iter(self._files))]
+            try:
+                file = _Descriptor(shard)
+            except ReadError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._files:
+                    raise
+                self._files.clear()
+                file = _Descriptor(shard)
+        self._files[number] = file
+        return file
 
     def close(self) -> None:
         """Closes each file when its last read is over."""

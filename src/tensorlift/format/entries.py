@@ -31,6 +31,7 @@ METADATA_KEY = "__metadata__"
 """The one key of a header that is no tensor: a map of strings to strings."""
 
 _LARGEST = 2**63 - 1  # of int64: what file offsets, torch's extents and the columns below can hold
+_MOST_DIMENSIONS = 16  # of shapes whose product is not worth looking at on the way
 _IDS = {code: dtype.id for code, dtype in BY_CODE.items()}
 _BITS = np.array([dtype.bits for dtype in ALL], dtype=np.int64)
 
@@ -82,8 +83,8 @@ def _collector_paused() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         gc.enable()
@@ -101,7 +102,7 @@ def _quick(raw: bytes | memoryview, text: str) -> Columns | None:
         names, entries = list(table), list(table.values())
         ids = np.frombuffer(bytes([_IDS[entry.dtype] for entry in entries]), dtype=np.uint8)
         shapes = [entry.shape for entry in entries]
-        products = {shape: math.prod(shape) for shape in set(shapes)}  # most tensors share a few shapes
+        products = {shape: _elements(shape) for shape in set(shapes)}  # most tensors share a few shapes
         counts = np.array([products[shape] for shape in shapes], dtype=np.int64)
         offsets = chain.from_iterable([entry.data_offsets for entry in entries])
         bounds = np.fromiter(offsets, np.int64, 2 * len(entries)).reshape(-1, 2)
@@ -151,9 +152,26 @@ def _sizes_fit(
     return not (bits & 7).any() and bool(((bits >> 3) == bounds[:, 1] - bounds[:, 0]).all())
 
 
+def _elements(shape: tuple[int, ...]) -> int:
+    """Elements of a shape; of more than int64 holds, only that they are more."""
+    return 0 if 0 in shape else _product(shape)
+
+
 def _countable(shape: tuple[int, ...]) -> bool:
     """Whether the strides of a tensor of this shape fit int64 (those of an empty tensor count a 0 as 1)."""
-    return math.prod(extent or 1 for extent in shape) <= _LARGEST
+    return _product(tuple(filter(None, shape))) <= _LARGEST
+
+
+def _product(extents: tuple[int, ...]) -> int:
+    if len(extents) <= _MOST_DIMENSIONS:
+        return math.prod(extents)
+    # Stops early: the whole product of a hundred thousand large numbers takes minutes.
+    product = 1
+    for extent in extents:
+        product *= extent
+        if not -_LARGEST <= product <= _LARGEST:
+            break
+    return product
 
 
 class _DoubledError(ValueError):
@@ -260,11 +278,11 @@ def _exact_row(name: str, entry: object, where: str) -> tuple[int, tuple[int, ..
         )
     dtype = BY_CODE[code]
     kind = f"{code} {quote(shape)}"
-    bits = math.prod(shape) * dtype.bits
-    if bits % 8:
-        raise HeaderError(f"{who}: {kind} takes {quote(bits)} bits, which fill no whole number of bytes")
     if not _countable(tuple(shape)):
         raise HeaderError(f"{who}: {kind} has more elements than 2**63 - 1")
+    bits = _elements(tuple(shape)) * dtype.bits
+    if bits % 8:
+        raise HeaderError(f"{who}: {kind} takes {quote(bits)} bits, which fill no whole number of bytes")
     if bits // 8 != end - begin:
         raise HeaderError(
             f"{who}: {kind} takes {plural(bits // 8, 'byte')}, but data_offsets {quote(offsets)} hold "

@@ -174,7 +174,10 @@ def _is_text(value: object) -> bool:
 def _is_inside(shard: str) -> bool:
     """Whether this is a plain relative path that does not leave the folder."""
     parts = shard.split("/")
-    return "\0" not in shard and all(part not in ("", ".", "..") for part in parts)
+    # Half a surrogate pair cannot be written in a path (JSON escapes can spell one), but those that stand for
+    # a byte that is no UTF-8 can.
+    halves = any("\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in shard)
+    return "\0" not in shard and not halves and all(part not in ("", ".", "..") for part in parts)
 
 
 def _listed(names: list[str]) -> str:

@@ -21,7 +21,7 @@ from tensorlift.format.listing import (
 )
 from tensorlift.format.quoting import clean, quote
 from tensorlift.sources import hub
-from tensorlift.sources.problems import not_a_file, nothing_at, nothing_in, refused
+from tensorlift.sources.problems import not_a_file, nothing_at, nothing_in, open_regular, refused
 
 __all__ = ["Found", "PathLike", "Source", "find"]
 
@@ -226,23 +226,13 @@ def _index(folder: str, name: str, where: str) -> Found:
 
 def _index_text(path: str) -> bytes:
     try:
-        with open(path, "rb", opener=_open_regular) as file:
+        with open(path, "rb", opener=open_regular) as file:
             text = file.read(_LARGEST_INDEX + 1)
     except OSError as error:
         raise refused(error, path, "read") from None
     if len(text) > _LARGEST_INDEX:
         raise CheckpointError(f"{clean(path)}: the index has more than {_LARGEST_INDEX:,} bytes")
     return text
-
-
-def _open_regular(path: str, flags: int) -> int:
-    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(fd)
-        raise not_a_file(path, mode)
-    return fd
 
 
 def _check_shard(source: Source, said: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tensorlift.errors import CheckpointError, CheckpointNotFoundError
 from tensorlift.format.listing import INDEX_SUFFIX, SUFFIX, choose_index, parse_index
 from tensorlift.format.quoting import clean, quote
-from tensorlift.sources.problems import refused
+from tensorlift.sources.problems import open_regular, refused
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -52,9 +52,10 @@ def snapshot_of(path: str) -> str:
     except OSError as error:
         raise refused(error, os.path.join(path, "snapshots"), "listed") from None
     try:
-        with open(os.path.join(path, "refs", "main"), encoding="ascii", errors="replace") as file:
+        reference = os.path.join(path, "refs", "main")
+        with open(reference, encoding="ascii", errors="replace", opener=open_regular) as file:
             commit = file.read(200).strip()
-    except OSError:
+    except (OSError, CheckpointError):  # not there, not to be read, no file
         commit = ""
     if commit in snapshots:
         return os.path.join(path, "snapshots", commit)
@@ -122,7 +123,7 @@ def _wanted(folder: str) -> list[str]:
     if index is None:
         return ["*" + SUFFIX]
     path = os.path.join(folder, index)
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         shards = sorted(set(parse_index(file.read(), path).values()))
     return [index, *map(glob.escape, shards)]
 

@@ -11,7 +11,7 @@ from tensorlift.format.listing import SUFFIX
 from tensorlift.format.nearest import nearest
 from tensorlift.format.quoting import clean, plural, quote
 
-__all__ = ["not_a_file", "nothing_at", "nothing_in", "refused"]
+__all__ = ["not_a_file", "nothing_at", "nothing_in", "open_regular", "refused"]
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -39,6 +39,17 @@ def refused(error: OSError, path: str, doing: str) -> FileError | MachineError:
     failure = ReadError(f"{clean(path)}: could not be {doing}: {reason}{hint}")
     failure.errno = error.errno  # not filename too: with it, str() leaves out the message
     return failure
+
+
+def open_regular(path: str, flags: int) -> int:
+    """For open()'s ``opener``: only regular files, without waiting; CheckpointError for anything else."""
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise not_a_file(path, mode)
+    return fd
 
 
 def not_a_file(path: str, mode: int, folder_hint: str = "") -> CheckpointError:

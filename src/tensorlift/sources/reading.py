@@ -6,8 +6,9 @@ import contextlib
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 
 from tensorlift.errors import TruncatedError
@@ -50,15 +51,21 @@ def _read_all(files: Sequence[Source]) -> Iterator[tuple[Source, os.stat_result,
     pool = ThreadPoolExecutor(min(_THREADS, len(files)), thread_name_prefix="tensorlift-headers")
     try:
         rest = iter(files)
-        ahead: deque[Future[tuple[Source, os.stat_result, bytes]]] = deque(
-            pool.submit(_read, source) for source in islice(rest, 2 * _THREADS)
-        )
+        ahead = deque(_asked(pool, source) for source in islice(rest, 2 * _THREADS))
         while ahead:
-            read = ahead.popleft().result()
-            ahead.extend(pool.submit(_read, source) for source in islice(rest, 1))
+            read = ahead.popleft()()
+            ahead.extend(_asked(pool, source) for source in islice(rest, 1))
             yield read
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _asked(pool: ThreadPoolExecutor, source: Source) -> Callable[[], tuple[Source, os.stat_result, bytes]]:
+    """What answers with the header bytes of a file: a thread that reads them now, else the caller's own."""
+    try:
+        return pool.submit(_read, source).result
+    except RuntimeError:  # no thread could be started: too many, or no memory for one
+        return partial(_read, source)
 
 
 def _read(source: Source) -> tuple[Source, os.stat_result, bytes]:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from tensorlift.engine import abi
+from tensorlift.engine import abi, machine
 from tensorlift.errors import OutOfMemoryError
 from tensorlift.tensors.devices import parse_device
 
@@ -24,6 +24,10 @@ _log = logging.getLogger("tensorlift")
 
 # DLDeviceType of DLPack 1.0 (dlpack.h): kDLCPU, kDLCUDA, kDLROCM.
 _DL_CPU, _DL_CUDA, _DL_ROCM = 1, 2, 10
+
+
+# Bytes from which on it is looked up whether the machine has so many.
+_WORTH_ASKING = 1 << 30
 
 
 class Arena:
@@ -96,6 +100,15 @@ class HostMemory:
     def allocate(self, sizes: Sequence[int]) -> list[Arena]:
         """See Memory."""
         library = abi.library()
+        wanted = sum(sizes)
+        # The kernel promises each block by itself, and ends processes when the promises come due: a file of
+        # holes costs nothing and may say that it is larger than any memory.
+        there = machine.host_memory() if wanted >= _WORTH_ASKING else None
+        if there is not None and wanted > there:
+            raise OutOfMemoryError(
+                f"{wanted} bytes of host memory could not be had: the machine has {there}, swap included; "
+                "load a part with names=, or tensor after tensor with open()"
+            )
         return _all_or_none(Arena(*library.arena_host(nbytes), nbytes) for nbytes in sizes)
 
     def stream(self) -> int:

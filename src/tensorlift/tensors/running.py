@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from tensorlift.engine.engine import Engine
 from tensorlift.engine.report import EngineReport, report_of
 from tensorlift.engine.sizing import size_engine
 from tensorlift.engine.trace import Trace
+from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.options import LoadOptions
 from tensorlift.tensors.memory import Memory
@@ -81,12 +83,21 @@ class Running:
             self._let_go()
             return
         with self._ending:
-            if not self._engine.closed:
-                self._report = report_of(self._engine, log=True)
-                if self._trace is not None:
-                    self._trace.take(self._engine)
+            try:
+                # Where another close() was interrupted, the engine answers no more, and may be at work still.
+                with contextlib.suppress(RequestError):
+                    self._report = report_of(self._engine, log=True)
+                    if self._trace is not None:
+                        self._trace.take(self._engine)
                 self._engine.close()
-            self._let_go()
+            finally:
+                if self._engine.closed:
+                    self._let_go()
+
+    def __del__(self) -> None:
+        """Does what an interrupted close() has left."""
+        if hasattr(self, "_ending"):
+            self.close()
 
     def _let_go(self) -> None:
         """Gives back what the engine wrote into."""
