@@ -129,7 +129,7 @@ private:
     uint64_t landed_slots_ = 0;  // leading slots that have landed
     uint64_t freed_slots_ = 0;   // leading slots whose memory is free again
     uint64_t pieces_submitted_ = 0;
-    std::vector<Digest> digests_;  // by piece; empty until one is asked for
+    std::vector<Digest> digests_;      // by piece; empty until one is asked for
     std::atomic<uint64_t> closes_{0};  // files closed so far
     uint64_t taken_chunks_ = 0;        // taken and not complete
     uint64_t lacking_ = 0;             // of these, waiting for a descriptor

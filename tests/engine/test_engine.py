@@ -21,6 +21,7 @@ from tensorlift import sources
 from tensorlift.engine import abi
 from tensorlift.engine import engine as engine_module
 from tensorlift.engine.engine import Engine
+from tensorlift.engine.events import STAGE_NAMES
 from tensorlift.engine.report import report_of
 from tensorlift.engine.sizing import EngineSize
 from tensorlift.errors import CheckpointNotFoundError, FileError, RequestError, TruncatedError
@@ -294,7 +295,7 @@ def test_a_trace_has_the_reads(shard: Shard) -> None:
             for offset, nbytes, at in pieces:
                 engine.wait(engine.submit(new_pieces([file], [offset], [nbytes], [to.ctypes.data + at])))
             events = engine.trace()
-        reads = events[events["stage"] == abi.STAGE_NAMES.index("READ")]
+        reads = events[events["stage"] == STAGE_NAMES.index("READ")]
         assert int(reads["nbytes"].sum()) == (300_000 if wanted else 0)
         assert (events["begin_ns"] <= events["end_ns"]).all()
         assert {abi.PATH_NAMES[path] for path in reads["path"]} == ({"PREAD_BUFFERED"} if wanted else set())

@@ -16,7 +16,8 @@ import torch
 import tensorlift
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from tensorlift.engine import trace as traces
-from tensorlift.engine.abi import PATH_NAMES, STAGE_NAMES, TRACE_EVENT
+from tensorlift.engine.abi import PATH_NAMES
+from tensorlift.engine.events import STAGE_NAMES, TRACE_EVENT
 from tensorlift.errors import MachineError, OptionError, TruncatedError
 
 READ, WAIT_SLOT, COPY, DIGEST, ASK_CACHE = range(len(STAGE_NAMES))

@@ -13,6 +13,7 @@ import pytest
 
 from support.native_build import ROOT, build, program
 from tensorlift.engine import abi
+from tensorlift.engine.events import TRACE_EVENT
 from tensorlift.plan.pieces import PIECE
 
 PROGRAMS = ["abi", "engine", "files", "lifetime", "device", "digests", "fences", "faults"]
@@ -25,7 +26,7 @@ MUTANTS = {
     "NO_DRAIN": "drain_",
 }
 
-ARRAYS = {"tl_piece": PIECE, "tl_trace_event": abi.TRACE_EVENT}
+ARRAYS = {"tl_piece": PIECE, "tl_trace_event": TRACE_EVENT}
 
 # A build comes first in each of these.
 pytestmark = pytest.mark.timeout(900)

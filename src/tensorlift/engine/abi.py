@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tensorlift.engine.events import TRACE_EVENT
 from tensorlift.engine.library import VARIABLE, find_library
 from tensorlift.errors import LibraryError, MachineError, OutOfMemoryError
 from tensorlift.options import BACKENDS
@@ -54,12 +55,6 @@ PATH_NAMES = (
 DEVICE_CPU, DEVICE_CUDA, DEVICE_HIP = 0, 1, 2
 OPTION_TRACE = 1
 DIGEST_BYTES = 16
-STAGE_NAMES = ("READ", "WAIT_SLOT", "COPY", "DIGEST", "ASK_CACHE")
-# tl_trace_event; times are CLOCK_MONOTONIC.
-TRACE_EVENT = np.dtype(
-    [(name, "u8") for name in ("begin_ns", "end_ns", "offset", "nbytes")]
-    + [("file", "i4"), ("thread", "u4"), ("stage", "u4"), ("path", "u4")]
-)
 
 _u8, _u16, _u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
 _Bytes = npt.NDArray[np.uint8]

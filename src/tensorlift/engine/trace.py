@@ -22,8 +22,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tensorlift.engine.abi import PATH_NAMES, STAGE_NAMES
+from tensorlift.engine.abi import PATH_NAMES
 from tensorlift.engine.engine import Engine
+from tensorlift.engine.events import STAGE_NAMES
 from tensorlift.errors import MachineError, OptionError
 
 __all__ = ["MOST_EVENTS", "Span", "Trace", "traced", "tracks"]
