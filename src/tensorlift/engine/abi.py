@@ -25,8 +25,6 @@ __all__ = [
     "ABI_VERSION",
     "BACKEND_CODES",
     "PATH_NAMES",
-    "STAGE_NAMES",
-    "TRACE_EVENT",
     "Abi",
     "CapsuleSpec",
     "Error",
@@ -53,8 +51,7 @@ PATH_NAMES = (
     "AIO_BUFFERED",
 )
 DEVICE_CPU, DEVICE_CUDA, DEVICE_HIP = 0, 1, 2
-OPTION_TRACE = 1
-DIGEST_BYTES = 16
+OPTION_TRACE, DIGEST_BYTES = 1, 16
 
 _u8, _u16, _u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
 _Bytes = npt.NDArray[np.uint8]
@@ -372,8 +369,7 @@ def digest_parts(data: _Bytes, edges: npt.NDArray[np.int64], made: _Bytes) -> No
         function(begin, size, target + part * DIGEST_BYTES)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_pread = _libc.pread64
+_pread = ctypes.CDLL(None, use_errno=True).pread64
 _pread.restype = ctypes.c_ssize_t
 _pread.argtypes = [ctypes.c_int, _ptr, ctypes.c_size_t, ctypes.c_int64]
 

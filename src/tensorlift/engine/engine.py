@@ -157,7 +157,7 @@ class Engine:
         return self._call(self._abi.engine_digests, first, count)
 
     def trace(self) -> npt.NDArray[Any]:
-        """What the threads did so far: an array of events.TRACE_EVENT in no order, at most 1,048,576 events."""
+        """What the threads did so far: an array of TRACE_EVENT in no order, at most 1,048,576 of them."""
         return self._call(self._abi.engine_trace)
 
     def bytes_done(self) -> int:
