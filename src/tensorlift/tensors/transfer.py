@@ -62,6 +62,7 @@ class Transfer(Running):
     ) -> None:
         """Lays out ``rows`` and makes an engine; starts no thread and takes no memory for tensors yet."""
         self.clock = clock
+        self._arenas: dict[int, Arena] = {}
         with clock.phase("plan"), collector_paused():
             self.table = Table(checkpoint, rows)
             self.layout = self._lay_out(rules)
@@ -71,7 +72,6 @@ class Transfer(Running):
             self._first_arenas = _arenas_begun(self.layout)
             used = int(self.layout.arena_used.sum())
             super().__init__(checkpoint, self.table.files, memory, options, used)
-        self._arenas: dict[int, Arena] = {}
         self._addresses = np.zeros(len(self.layout.arena_nbytes), np.uint64)
         self._tickets: list[int] = []
         self._arrived = 0
