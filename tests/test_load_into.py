@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,6 +27,7 @@ from tensorlift.errors import (
     TruncatedError,
 )
 from tensorlift.format.dtypes import BY_CODE
+from tensorlift.tensors.direct import Direct
 
 Write = Callable[..., Path]
 
@@ -329,3 +332,31 @@ def test_a_device_is_that_of_the_model(write: Write) -> None:
     path = write({"weight": torch.ones(2)})
     with pytest.raises(OptionError, match="load_into takes no device: bytes go to where the model is"):
         loading.load_into({"weight": torch.zeros(2)}, path, device="cpu")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_memory_that_is_taken_from_a_parameter_meanwhile_is_not_written_to(
+    write: Write, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    path = write({"t": torch.ones(4 << 20, dtype=torch.uint8)})
+    array = np.zeros(4 << 20, np.uint8)
+    tensor, memory = torch.from_numpy(array), weakref.ref(array)
+    del array
+
+    def replaced(real: Callable[..., object]) -> Callable[..., object]:
+        def then(*given: object) -> object:
+            tensor.data = torch.zeros(4 << 20, dtype=torch.uint8)
+            assert (memory() is None) == (when == "before")
+            return real(*given)
+
+        return then
+
+    name = "__init__" if when == "before" else "start"
+    monkeypatch.setattr(Direct, name, replaced(getattr(Direct, name)))
+    if when == "before":
+        with pytest.raises(RequestError, match="memory of 't' was replaced"):
+            loading.load_into({"t": tensor}, path)
+    else:
+        loading.load_into({"t": tensor}, path)
+    assert memory() is None
+    assert not tensor.any()

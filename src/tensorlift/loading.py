@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -233,8 +234,10 @@ class Weights:
             # Another thread may be inside the generator; closing the transfer makes its wait fail.
             self._pass.transfer.close()
         generator = self._generator()
-        if generator is not None:
-            # A generator that runs in another thread refuses; it ends by its own wait, which fails now.
+        # That of another thread ends by its own next step, which fails now: closed from here it would look as
+        # if it had come to its end, or refuse the other thread's step.
+        if generator is not None and self._pass is not None and self._pass.thread == threading.get_ident():
+            # It runs already where this is called below it, from a signal's handler or to tell of progress.
             with contextlib.suppress(ValueError):
                 generator.close()
         self._ending.close()
@@ -246,10 +249,13 @@ class _Pass:
     def __init__(self, transfer: Transfer, buffer_size: int, ending: contextlib.ExitStack) -> None:
         self.transfer, self._buffer_size, self._ending = transfer, buffer_size, ending
         self.seconds = 0.0
+        self.thread = 0
+        """Of the consumer's last step."""
 
     def run(self, settings: LoadOptions) -> Generator[tuple[str, torch.Tensor], None, None]:
         transfer = self.transfer
         begin = time.perf_counter()
+        self.thread = threading.get_ident()
         try:
             with self._ending, reporter(settings.progress) as report:
                 # Before the trace ends: it wants what the engine has kept.
@@ -264,6 +270,7 @@ class _Pass:
                         self.seconds += time.perf_counter() - begin
                         yield name, tensors.pop()
                         begin = time.perf_counter()
+                        self.thread = threading.get_ident()
                     transfer.finish(batch)
                 _finished(report, transfer.table.nbytes)
         finally:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from tensorlift.engine.digesting import Checks
 from tensorlift.engine.trace import Trace
+from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import Expected
+from tensorlift.format.quoting import quote
 from tensorlift.options import LoadOptions
 from tensorlift.plan.pieces import merge_pieces, new_pieces
 from tensorlift.stats import LoadStats
@@ -34,12 +38,16 @@ class Direct(Running):
     ) -> None:
         """Plans; nothing is written before start(). ``expected``: digests that wait() compares with."""
         ordered = sorted(targets, key=lambda target: target.row)
+        # Held until the engine has ended: `tensor.data = ...` in another thread frees the memory that was
+        # there.
+        self._storages = [target.tensor.untyped_storage() for target in ordered]
         rows = np.array([target.row for target in ordered], np.int64)
         files, sizes = checkpoint.shard_of[rows], checkpoint.sizes[rows]
         self._nbytes, self._tensors, self._shards = int(sizes.sum()), len(rows), len(np.unique(files))
         digest = expected is not None
         super().__init__(checkpoint, files, memory, options, self._nbytes, trace=trace, digest=digest)
-        addresses = np.array([target.tensor.data_ptr() for target in ordered], np.uint64)
+        addresses = np.array([target.address for target in ordered], np.uint64)
+        _check_inside(self._storages, addresses, sizes, [target.name for target in ordered])
         self._checks = None if expected is None else Checks(self._engine, checkpoint, rows, expected)
         if self._checks is not None:
             self._pieces = self._checks.pieces(0, len(rows), self._files[files], addresses)
@@ -47,6 +55,9 @@ class Direct(Running):
             pieces = new_pieces(self._files[files], checkpoint.starts[rows], sizes, addresses)
             self._pieces = merge_pieces(pieces)
         self._ticket = 0
+
+    def _let_go(self) -> None:
+        self._storages.clear()
 
     def start(self) -> None:
         """Hands all pieces to the engine; from now on destinations change."""
@@ -71,3 +82,18 @@ class Direct(Running):
             verified=self._checks.checked if self._checks is not None else 0,
             seconds={},
         )
+
+
+def _check_inside(
+    storages: Sequence[torch.UntypedStorage],
+    addresses: npt.NDArray[np.uint64],
+    sizes: npt.NDArray[np.int64],
+    names: Sequence[str],
+) -> None:
+    """Whether each destination still is in its storage: another thread may have put another one there."""
+    begins = np.array([storage.data_ptr() for storage in storages], np.uint64)
+    ends = begins + np.array([storage.nbytes() for storage in storages], np.uint64)
+    outside = (sizes > 0) & ((addresses < begins) | (addresses + sizes.astype(np.uint64) > ends))
+    if outside.any():
+        name = names[int(np.argmax(outside))]
+        raise RequestError(f"the memory of {quote(name)} was replaced while it was about to be loaded into")

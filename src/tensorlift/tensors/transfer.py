@@ -74,6 +74,7 @@ class Transfer(Running):
         ``expected``: digests that wait() compares with.
         """
         self.clock = clock
+        self._arenas: dict[int, Arena] = {}
         with clock.phase("plan"), collector_paused():
             self.table = Table(checkpoint, rows)
             self.layout = self._lay_out(rules)
@@ -87,7 +88,6 @@ class Transfer(Running):
             )
             self._checks = None if expected is None else Checks(self._engine, checkpoint, rows, expected)
             self._checked = 0
-        self._arenas: dict[int, Arena] = {}
         self._addresses = np.zeros(len(self.layout.arena_nbytes), np.uint64)
         self._tickets: list[int] = []
         self._arrived = 0
