@@ -87,13 +87,15 @@ def _finish(paths: list[str], device: str, runs: list[LoadStats], as_json: bool)
 def _parameters() -> Iterator[tuple[str, Any, Any]]:
     """(name, type, default) of every parameter: the verb's own, then one for each field of LoadOptions."""
     yield "paths", list[str], typer.Argument(metavar="PATH", help="A file, files, a folder or a Hub id.")
-    yield "device", str, typer.Option("cpu", metavar="DEVICE", help="Where to: cpu, cuda, cuda:1.")
+    # Names are written out: typer 0.27 makes one of the metavar where they are not.
+    where = typer.Option("cpu", "--device", metavar="DEVICE", help="Where to: cpu, cuda, cuda:1.")
+    yield "device", str, where
     yield (
         "names",
         list[str] | None,
         typer.Option(None, "--name", metavar="NAME", help="Only tensors of this name or glob; repeatable."),
     )
-    yield "repeat", int, typer.Option(1, min=1, metavar="NUMBER", help="Load this many times.")
+    yield "repeat", int, typer.Option(1, "--repeat", min=1, metavar="NUMBER", help="Load this many times.")
     bar = typer.Option(
         None, "--progress/--no-progress", help="A bar on stderr; without either, on a terminal only."
     )

@@ -22,7 +22,9 @@ __all__ = ["command", "describe"]
 @guarded
 def command(
     paths: list[str] = typer.Argument(metavar="PATH", help="A file, files, a folder or a Hub id."),
-    depth: int = typer.Option(4, min=1, metavar="NUMBER", help="How many parts of a name make a prefix."),
+    depth: int = typer.Option(
+        4, "--depth", min=1, metavar="NUMBER", help="How many parts of a name make a prefix."
+    ),
     tensors: bool = typer.Option(False, "--tensors", help="List every tensor."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
