@@ -69,7 +69,6 @@ Failure File::open_plain() {
         return f;
     }
     plain_fd = fd;
-    if (!routed) residency = Residency::Method::kUnknown;
     return {};
 }
 
