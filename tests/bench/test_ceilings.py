@@ -58,3 +58,14 @@ def test_cache_is_filled_dropped_and_halved(ceilings: Ceilings, file: Path) -> N
     fill_cache([file], 0.5)
     drop_cache([file], 0.5)
     assert ceilings.cached_share([file]) == pytest.approx(4 * (1 << 20) / SIZE, abs=0.001)
+
+
+def test_cache_is_brought_again_only_where_it_changed(
+    ceilings: Ceilings, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop_cache([file])
+    if ceilings.cached_share([file]) == 1:
+        pytest.skip("the temporary folder lies in memory (tmpfs): nothing can be dropped")
+    assert ceilings.keep([file], 1.0) == 1, "what is not as wanted is brought"
+    monkeypatch.setattr(ceilings, "bring", lambda *_: pytest.fail("it was as wanted"))
+    assert ceilings.keep([file], 1.0) == 1

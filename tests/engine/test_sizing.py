@@ -20,6 +20,17 @@ def test_a_large_load_on_a_large_machine() -> None:
     assert (size.threads, size.io_depth, size.backends) == (16, 32, ("AUTO",))
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "chunk", "threads"),
+    [(30 * GIB, 4 * MIB, 16), (256 * MIB + 5, 2 * MIB, 16), (5 * MIB, MIB, 5), (4 * KIB, 4 * KIB, 1)],
+)
+def test_a_load_to_the_cpu_reads_more_at_once_but_shares_fairly(
+    nbytes: int, chunk: int, threads: int
+) -> None:
+    size = size_engine(LoadOptions(), nbytes, device=False, facts=BIG)
+    assert (size.chunk_size, size.threads) == (chunk, threads)
+
+
 def test_a_tiny_model_pins_a_few_pages() -> None:
     size = size_engine(LoadOptions(), 4 * KIB, device=True, facts=BIG)
     assert size.pinned_bytes <= 16 * KIB
