@@ -187,8 +187,8 @@ void Engine::stay_near() {
 
 void Engine::work() {
     enter_thread();
-    while (Chunk *chunk = take_chunk()) {
-        guarded([&] { fetch(chunk); });
+    while (const Work next = take_work()) {
+        guarded([&] { next.filled ? slot_filled(next.filled) : fetch(next.chunk); });
     }
 }
 
@@ -196,11 +196,17 @@ bool Engine::slot_is_free(const Slot &slot) const {
     return !device_ || slot.index < freed_slots_ + ring_->count();
 }
 
-Chunk *Engine::take_chunk() {
+// Filled slots first: what was read last is in the processor's caches still, and other memory waits for them.
+Engine::Work Engine::take_work() {
     std::unique_lock<std::mutex> lock(mutex_);
     uint64_t waited_from = 0;
     for (;;) {
-        if (stopping()) return nullptr;
+        if (stopping()) return {};
+        if (!filled_.empty()) {
+            Slot *slot = filled_.front();
+            filled_.pop_front();
+            return {nullptr, slot};
+        }
         if (next_slot_ < slots_submitted_) {
             Slot &slot = *slots_[next_slot_ - first_slot_];
             if (slot_is_free(slot)) {
@@ -214,7 +220,7 @@ Chunk *Engine::take_chunk() {
                     next_slot_++;
                     next_chunk_ = 0;
                 }
-                return chunk;
+                return {chunk, nullptr};
             }
             if (!waited_from) waited_from = now_ns();
         }
@@ -234,7 +240,7 @@ bool Engine::wait_for_a_close(uint64_t closes) {
     return closes_.load() != closes && !stopping();
 }
 
-void Engine::part_done(Chunk *chunk) {
+void Engine::part_done(Chunk *chunk, bool by_reader) {
     Slot *slot = nullptr;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -249,6 +255,12 @@ void Engine::part_done(Chunk *chunk) {
         if (lacking_ > 0) closes_cv_.notify_all();
         slot = chunk->slot;
         if (--slot->chunks_left > 0) return;
+        // One thread may wait for all of the storage: what takes time is for the copying threads.
+        if (by_reader && !slot->digests.empty()) {
+            filled_.push_back(slot);
+            work_cv_.notify_one();
+            return;
+        }
     }
     slot_filled(slot);
 }
@@ -269,36 +281,13 @@ void Engine::slot_filled(Slot *slot) {
     advance_landed();
 }
 
-void Engine::digest_slot(const Slot &slot) {
-    const uint64_t begin = trace_.begin();
-    const auto base = reinterpret_cast<uintptr_t>(slot_base(slot));
-    std::vector<Digest> made;
-    uint64_t nbytes = 0;
-    for (const DigestJob &job : slot.digests) {
-        made.push_back(digest_of(reinterpret_cast<const void *>(base + job.where), job.nbytes));
-        nbytes += job.nbytes;
-    }
-    trace_.end(begin, TL_STAGE_DIGEST, -1, 0, nbytes);
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (digests_.size() < pieces_submitted_) digests_.resize(pieces_submitted_);
-    for (size_t i = 0; i < made.size(); i++) digests_[slot.digests[i].piece] = made[i];
-}
-
-Failure Engine::digests(uint64_t first, uint64_t count, uint8_t *digests) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (first + count < first || first + count > landed_.load()) {
-        return failure(TL_ERR_ARGUMENT, "digests of pieces that have not landed");
-    }
-    if (count > 0) std::memset(digests, 0, count * sizeof(Digest));
-    for (uint64_t i = first; i < std::min<uint64_t>(first + count, digests_.size()); i++)
-        std::memcpy(digests + (i - first) * sizeof(Digest), digests_[i].bytes, sizeof(Digest));
-    return {};
-}
-
 void Engine::slot_copied(uint64_t slot_index, uint64_t begin_ns) {
-    trace_.end(begin_ns, TL_STAGE_COPY, -1, 0, slot_index);
     std::lock_guard<std::mutex> lock(mutex_);
-    slots_[slot_index - first_slot_]->copied = true;
+    Slot &slot = *slots_[slot_index - first_slot_];
+    slot.copied = true;
+    uint64_t nbytes = 0;
+    for (const Copy &copy : slot.copies) nbytes += copy.nbytes;
+    trace_.end(begin_ns, TL_STAGE_COPY, -1, 0, nbytes);
     const uint64_t before = freed_slots_;
     while (freed_slots_ < slots_submitted_ && slots_[freed_slots_ - first_slot_]->copied) freed_slots_++;
     retire();

@@ -90,18 +90,28 @@ private:
     bool path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin,
                       uint64_t end);
 
+    // digesting.cpp
+    void digest_slot(const Slot &slot);
+
     // engine.cpp: who waits for whom
     void start_threads(size_t chunks);
     Failure start_copier();
     void stay_near();
     void work();
-    Chunk *take_chunk();
+    // What a copying thread does next: one of both, or nothing at the end.
+    struct Work {
+        Chunk *chunk = nullptr;
+        Slot *filled = nullptr;
+        explicit operator bool() const {
+            return chunk || filled;
+        }
+    };
+    Work take_work();
     bool wait_for_a_close(uint64_t closes);
     bool slot_is_free(const Slot &slot) const;
-    void part_done(Chunk *chunk);
+    void part_done(Chunk *chunk, bool by_reader);
     void slot_filled(Slot *slot);
     void slot_copied(uint64_t slot_index, uint64_t begin_ns);
-    void digest_slot(const Slot &slot);
     void advance_landed();
     void retire();
     void add_note(const std::string &note);
@@ -123,8 +133,9 @@ private:
     std::condition_variable closes_cv_;        // for threads that lack a descriptor
     std::deque<std::unique_ptr<Slot>> slots_;  // in order, from the oldest that is not retired
     uint64_t first_slot_ = 0;                  // index of slots_.front()
-    uint64_t next_slot_ = 0;                   // where take_chunk goes on
+    uint64_t next_slot_ = 0;                   // where take_work goes on
     size_t next_chunk_ = 0;
+    std::deque<Slot *> filled_;  // to be digested by a copying thread
     uint64_t slots_submitted_ = 0;
     uint64_t landed_slots_ = 0;  // leading slots that have landed
     uint64_t freed_slots_ = 0;   // leading slots whose memory is free again

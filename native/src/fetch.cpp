@@ -131,7 +131,7 @@ void Engine::fetch(Chunk *chunk) {
             if (!fetch_range(chunk, file, part, s.begin, s.end)) return;
         }
     }
-    part_done(chunk);
+    part_done(chunk, false);
 }
 
 // One path is set in the route: the one to take. False if the range will not come: then the chunk never counts as done.
@@ -235,7 +235,7 @@ void Engine::complete(const Request &request, int path, const char *bounced) {
     guarded([&] {
         trace_.end(request.begin_ns, TL_STAGE_READ, request.file->index, request.begin,
                    request.end - request.begin, path);
-        part_done(request.chunk);
+        part_done(request.chunk, true);
     });
 }
 
@@ -243,7 +243,7 @@ void Engine::refused(const Request &request, int path, int os_errno) {
     guarded([&] {
         if (path_refused(request.chunk, request.file, path, std::strerror(os_errno), request.begin,
                          request.end)) {
-            part_done(request.chunk);
+            part_done(request.chunk, true);
         }
     });
 }

@@ -14,11 +14,17 @@ import pytest
 import torch
 
 import tensorlift
+from support import standin
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
+from support.digests import headers
 from tensorlift.engine import trace as traces
 from tensorlift.engine.abi import PATH_NAMES
+from tensorlift.engine.digesting import digest_checkpoint
 from tensorlift.engine.events import STAGE_NAMES, TRACE_EVENT
 from tensorlift.errors import MachineError, OptionError, TruncatedError
+from tensorlift.format.digests import describe
+from tensorlift.options import LoadOptions
+from tensorlift.sources.sidecars import sidecar_to_write, write_sidecar
 
 READ, WAIT_SLOT, COPY, DIGEST, ASK_CACHE = range(len(STAGE_NAMES))
 
@@ -234,6 +240,34 @@ def test_what_a_thread_has_in_flight_gets_tracks_of_its_own(tmp_path: Path) -> N
     (digest,) = (event for event in complete(found) if event["name"] == "digest")
     assert digest["args"] == {"bytes": 512}
     assert (digest["ts"], digest["dur"]) == (pytest.approx((begin + 8 - trace._begin) / 1000), 0.001)
+
+
+def test_copies_tell_their_bytes(tmp_path: Path) -> None:
+    tensors = {f"t{i}": random_row("U8", [300_000], i) for i in range(8)}
+    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    with standin.device():
+        tensorlift.load(path, device="cuda:0", trace=tmp_path / "out.json", chunk_size=4096, slot_size=65536)
+    copies = [event for event in complete(read_trace(tmp_path / "out.json")) if event["name"] == "copy"]
+    assert len(copies) > 1
+    assert sum(event["args"]["bytes"] for event in copies) == 8 * 300_000
+
+
+def test_the_thread_that_reads_for_all_digests_nothing(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", {"t": random_row("U8", [40 << 20])})
+    digests = digest_checkpoint(headers(path), LoadOptions())
+    write_sidecar(sidecar_to_write(headers(path)), describe(headers(path), digests))
+    state = tensorlift.load(path, backend="URING_BUFFERED", verify=True, trace=tmp_path / "out.json")
+    assert state.stats.readers == {"URING_BUFFERED": 40 << 20}
+    found = read_trace(tmp_path / "out.json")
+    titles = {
+        e["tid"]: e["args"]["name"].split(",")[0] for e in found["traceEvents"] if e["name"] == "thread_name"
+    }
+    on = {
+        kind: {titles[e["tid"]] for e in complete(found) if e["name"] == kind} for kind in ("read", "digest")
+    }
+    assert on["read"]
+    assert on["digest"]
+    assert not on["read"] & on["digest"]
 
 
 def test_tracks_are_the_lowest_that_are_free() -> None:

@@ -174,7 +174,7 @@ def _spans_of(events: npt.NDArray[Any], paths: list[str]) -> Iterator[Span]:
         args: dict[str, Any] = {}
         if 0 <= file < len(paths):
             args = {"file": paths[file], "offset": offset, "bytes": nbytes}
-        elif nbytes and stage != _COPY:
+        elif nbytes:
             args = {"bytes": nbytes}
         name = STAGE_NAMES[stage].lower() if stage < len(STAGE_NAMES) else f"stage {stage}"
         if stage == _READ:
