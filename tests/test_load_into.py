@@ -262,6 +262,18 @@ def test_subclasses_get_a_copy(write: Write) -> None:
     assert torch.equal(into["a"].as_subclass(torch.Tensor), state["a"])
 
 
+def test_conjugated_and_negated_views_get_a_copy(write: Write) -> None:
+    state = {"conj": values(3, dtype=torch.complex64), "neg": values(1), "plain": values(2)}
+    base = torch.zeros(3, dtype=torch.complex64)
+    into = {"conj": base.conj(), "neg": torch.zeros(1, dtype=torch.complex64).conj().imag}
+    into["plain"] = torch.zeros(2)
+    assert into["conj"].is_conj()
+    assert into["neg"].is_neg()
+    loading.load_into(into, write(state))
+    assert all(torch.equal(into[name], state[name]) for name in state)
+    assert torch.equal(base, state["conj"].conj())
+
+
 def test_headers_are_checked_before_anything_is_written(tmp_path: Path) -> None:
     for number in range(2):
         write_safetensors(tmp_path / f"{number}.safetensors", {f"t{number}": random_row("F32", [10], 1)})

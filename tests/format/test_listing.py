@@ -125,6 +125,31 @@ def test_parse_index():
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '{"weight_map":{"a":"x","b:c":"y:z"}}',
+        '{"weight_map":{"a":"x","b:c":"y:z"},"metadata":null}',
+        '{"weight_map":{"a":"x","b:c":"y:z"},"metadata":{"a":1,"b":{"a":"x","c":[2]}}}',
+        '{"weight_map":{"a":"x","b:c":"y:z"},"metadata":{"a":7,"a":7}}',
+        '{"weight_map":{"a":"x","b:c":"y:z"},"metadata":{"a":"\\""}}',
+        '{"weight_map":{"a":"x","b:c":"y:z"},"another":[1,2]}',
+        '{"weight_map":{"a":"x","b:c":"y:z"},"weight_map":{"a":"x","b:c":"y:z"}}',
+        '{"weight_map":{"a":"x","\\u0062:c":"y:z"}}',
+        ' {"metadata" : NaN , "weight_map" : {"a":"x" , "b:c":"y:z"}}\n',
+    ],
+)
+def test_all_ways_of_writing_an_index(text):
+    assert list(parse_index(text.encode(), "i").items()) == [("a", "x"), ("b:c", "y:z")]
+
+
+def test_names_beyond_ascii():
+    weights = {"schön": "größe.safetensors", "日本": "語"}
+    for ascii_only in (True, False):
+        text = json.dumps({"weight_map": weights}, ensure_ascii=ascii_only)
+        assert parse_index(text.encode(), "i") == weights
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         (b"", "no valid JSON"),
@@ -147,6 +172,11 @@ def test_parse_index():
         (b'{"weight_map":{"w":"x\\u0000.safetensors"}}', "tensor 'w' in 'x\\x00.safetensors'"),
         (b'{"weight_map":{"w":"pytorch_model.bin"}}', "'pytorch_model.bin'"),
         (b'{"weight_map":{"w":"a","w":"b"}}', "'w' comes twice"),
+        (b'{"weight_map":{"w":"a"},"weight_map":{"w":"b"}}', "'weight_map' comes twice"),
+        (b'{"weight_map":{"w":"a"},"metadata":{"x":1,"x":2}}', "'x' comes twice"),
+        (b'{"weight_map":{"w":"a"},"metadata":1,"metadata":2}', "'metadata' comes twice"),
+        (b'{"weight_map":{"w":"a"},"other":{"x":1,"x":2}}', "'x' comes twice"),
+        (b'{"weight_map":{"w":"a"},"metadata":"\xff"}', "no valid JSON"),
     ],
 )
 def test_parse_index_refuses(text, words):

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from tensorlift.errors import CheckpointError
 from tensorlift.format.quoting import clean, quote
 
@@ -43,6 +45,16 @@ _FOREIGN = frozenset(
 UNFINISHED = frozenset({".aria2", ".crdownload", ".incomplete", ".part", ".tmp"})
 
 _SHARD = re.compile(r"(?P<stem>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>.*)", re.DOTALL)
+
+
+class _Index(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    """An index with nothing but what nearly all have."""
+
+    weight_map: dict[str, str]
+    metadata: msgspec.Raw = msgspec.Raw()
+
+
+_DECODER = msgspec.json.Decoder(_Index)
 
 
 def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
@@ -123,7 +135,33 @@ def parse_index(text: bytes, path: str) -> dict[str, str]:
 
     Raises CheckpointError where the text is no index or a shard's name leads out of the folder.
     """
-    where = clean(path)
+    weights = _quick_index(text)
+    return weights if weights is not None else _exact_index(text, clean(path))
+
+
+def _quick_index(text: bytes) -> dict[str, str] | None:
+    """The weight map, or None where anything at all is doubtful."""
+    if b"\\" in text or not text.isascii():
+        return None
+    try:
+        index = _DECODER.decode(text)
+        metadata = bytes(index.metadata)
+        if metadata:
+            json.loads(metadata.decode(), object_pairs_hook=_once)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return None
+    weights = index.weight_map
+    # Decoding keeps the last of equal keys and forgets the others. But where no backslash is, each string has
+    # two quotes: were there more, some key went missing.
+    quotes = 2 + 4 * len(weights) + (2 + metadata.count(b'"') if metadata else 0)
+    if text.count(b'"') != quotes or not weights:
+        return None
+    shards = set(weights.values())
+    return weights if all(_is_inside(shard) and not foreign_suffix(shard) for shard in shards) else None
+
+
+def _exact_index(text: bytes, where: str) -> dict[str, str]:
+    """The weight map; says what is wrong where something is."""
     if text.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{where}: this is a Git LFS pointer, not the index; run 'git lfs pull'")
     try:

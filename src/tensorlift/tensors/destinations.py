@@ -17,7 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
@@ -31,20 +33,21 @@ from tensorlift.tensors.views import torch_dtype, torch_shape
 
 __all__ = ["Match", "Target", "match", "tensors_of"]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+_PACKED = frozenset(dtype.id for dtype in dtypes.ALL if dtype.elements > 1)
 
 
-@dataclass(slots=True, eq=False)
-class Target:
-    """One destination, and the checkpoint's row that fills it."""
+class Target(msgspec.Struct, eq=False):
+    """One destination, and the checkpoint's row that fills it. (A dataclass takes longer to make.)"""
 
     name: str
     tensor: torch.Tensor
     row: int
+    device: torch.device
     plain: bool
     """Nothing but strided memory: no subclass of Tensor, not quantised, conjugated or negated by a flag."""
-    dense: bool
-    """Plain and contiguous."""
+    fits: bool
+    """Plain, contiguous, with the checkpoint's dtype and shape: takes bytes as they are."""
     address: int
     """Of its first byte; 0 where it is not plain."""
 
@@ -99,37 +102,53 @@ def match(
     memory, MismatchError that lists every shape that differs, DeviceError.
     """
     row_of = {checkpoint.names[row]: row for row in rows}
+    known = [torch_dtype(dtype) for dtype in dtypes.ALL]
+    ids, shapes = checkpoint.dtypes.tolist(), checkpoint.shapes
     found: list[Target] = []
     lacking: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors.items():
         row = row_of.get(name)
         if row is not None:
-            found.append(_target(name, tensor, row))
+            number, shape = ids[row], shapes[row]
+            if number in _PACKED:
+                shape = torch_shape(dtypes.ALL[number], shape)
+            found.append(_target(name, tensor, row, known[number], shape))
         elif asked(name):
             lacking.append((name, tensor))
     _check_shapes(found, checkpoint)
     winners = _winners(found)
     result = Match(
-        missing=_missing(lacking, winners), unexpected=[name for name in row_of if name not in tensors]
+        missing=_missing(lacking, winners),
+        unexpected=[name for name in row_of if name not in tensors] if len(found) < len(row_of) else [],
     )
-    known = [torch_dtype(dtype) for dtype in dtypes.ALL]
-    ids = checkpoint.dtypes[[target.row for target in winners]].tolist() if winners else []
-    for target, number, crosses in zip(winners, ids, _crossing(winners), strict=True):
+    for target, crosses in zip(winners, _crossing(winners, checkpoint).tolist(), strict=True):
         if crosses:
             result.ordered.append(target)
-        elif target.dense and target.tensor.dtype is known[number]:
+        elif target.fits:
             result.direct.append(target)
         else:
             result.copied.append(target)
     return result
 
 
-def _target(name: str, tensor: torch.Tensor, row: int) -> Target:
+def _target(
+    name: str, tensor: torch.Tensor, row: int, dtype: torch.dtype | None, shape: tuple[int, ...]
+) -> Target:
+    # A call costs 0.1 us, and there may be 100,000 tensors. With a dtype of the format none is quantised.
+    if (
+        type(tensor) in _PLAIN
+        and tensor.dtype is dtype
+        and tensor.layout is torch.strided
+        and tensor.shape == shape
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or (dtype.is_complex and tensor.is_conj()))
+        and (tensor.is_cuda or tensor.is_cpu)
+    ):
+        return Target(name, tensor, row, tensor.device, True, True, tensor.data_ptr())
     plain = _is_plain(tensor)
-    if plain and tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda"):
-        return Target(name, tensor, row, True, True, tensor.data_ptr())
-    _check_usable(name, tensor)
-    return Target(name, tensor, row, plain, False, tensor.data_ptr() if plain else 0)
+    if not (plain and tensor.is_contiguous() and (tensor.is_cuda or tensor.is_cpu)):
+        _check_usable(name, tensor)
+    return Target(name, tensor, row, tensor.device, plain, False, tensor.data_ptr() if plain else 0)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -147,8 +166,11 @@ def _identity(tensor: torch.Tensor) -> object:
 
 def _winners(found: list[Target]) -> list[Target]:
     """The targets without those that are the same tensor as a later one."""
+    addresses = [target.address for target in found]
+    if len(set(addresses)) == len(found):
+        return found
+    counts = Counter(addresses)
     last: dict[object, Target] = {}
-    counts = Counter(target.address for target in found)
     for target in found:
         # Few tensors share an address; a subclass is known by the object alone.
         if not target.plain:
@@ -176,28 +198,31 @@ def _missing(lacking: list[tuple[str, torch.Tensor]], winners: list[Target]) -> 
     return missing
 
 
-def _crossing(targets: list[Target]) -> list[bool]:
+def _crossing(targets: list[Target], checkpoint: Checkpoint) -> npt.NDArray[np.bool_]:
     """For each destination, whether it shares bytes with another one of the same device."""
-    crosses = [False] * len(targets)
-    places: dict[torch.device, list[int]] = {}
+    starts = np.array([target.address for target in targets], np.int64)
+    lengths = checkpoint.sizes[np.array([target.row for target in targets], np.int64)]
     for at, target in enumerate(targets):
-        if target.plain:
-            places.setdefault(target.tensor.device, []).append(at)
-    for positions in places.values():
-        spans = [_span(targets[at]) for at in positions]
-        starts, stops = (np.array(column, np.int64) for column in zip(*spans, strict=True))
-        for at, found in zip(positions, overlapping(Extents(starts, stops)).tolist(), strict=True):
-            crosses[at] = found
+        if not target.fits:
+            lengths[at] = _reach(target)
+    stops = starts + lengths
+    crosses = overlapping(Extents(starts, stops))
+    # Those of two devices may have the same addresses.
+    if crosses.any():
+        devices = [target.device for target in targets]
+        for device in set(devices):
+            here = np.array([other == device for other in devices])
+            crosses[here] = overlapping(Extents(starts[here], stops[here]))
     return crosses
 
 
-def _span(target: Target) -> tuple[int, int]:
-    """First byte of a strided tensor, and the one after its last."""
-    begin, tensor = target.address, target.tensor
-    if target.dense or tensor.numel() == 0:
-        return begin, begin + tensor.nbytes
+def _reach(target: Target) -> int:
+    """Bytes from the first of a strided tensor to its last; 0 where it is not plain."""
+    tensor = target.tensor
+    if not target.plain or tensor.numel() == 0:
+        return 0
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (reach + 1) * tensor.element_size()
+    return (reach + 1) * tensor.element_size()
 
 
 def _check_usable(name: str, tensor: torch.Tensor) -> None:
@@ -224,9 +249,10 @@ def _check_usable(name: str, tensor: torch.Tensor) -> None:
 
 def _check_shapes(targets: list[Target], checkpoint: Checkpoint) -> None:
     wrong = []
-    ids = checkpoint.dtypes[[target.row for target in targets]].tolist() if targets else []
-    for target, number in zip(targets, ids, strict=True):
-        shape = torch_shape(dtypes.ALL[number], checkpoint.shapes[target.row])
+    for target in targets:
+        if target.fits:
+            continue
+        shape = torch_shape(dtypes.ALL[int(checkpoint.dtypes[target.row])], checkpoint.shapes[target.row])
         if target.tensor.shape != shape:
             path = checkpoint.shards[int(checkpoint.shard_of[target.row])].path
             wrong.append(

@@ -1,0 +1,74 @@
+"""What is done with destinations: in place, by a copy, or in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from support.checkpoints import random_row, write_safetensors
+from tensorlift import sources
+from tensorlift.errors import MismatchError
+from tensorlift.format.checkpoint import Checkpoint
+from tensorlift.tensors import destinations
+from tensorlift.tensors.destinations import Match, Target
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    rows = {name: random_row("F32", [2, 4]) for name in "abcdef"}
+    return sources.read_headers(sources.find(write_safetensors(tmp_path / "m.safetensors", rows)))
+
+
+def matched(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint) -> Match:
+    return destinations.match(tensors, checkpoint, range(len(checkpoint)), lambda name: True)
+
+
+def names(targets: list[Target]) -> str:
+    return "".join(target.name for target in targets)
+
+
+def test_each_destination_once(checkpoint: Checkpoint) -> None:
+    whole, tied = torch.zeros(3, 4), torch.nn.Parameter(torch.zeros(2, 4))
+    found = matched(
+        {
+            "f": tied,
+            "a": torch.zeros(2, 4),
+            "b": torch.zeros(2, 4, dtype=torch.float16),
+            "c": whole[:2],
+            "d": whole[1:],
+            "e": tied,
+            "g": tied,
+            "h": torch.zeros(1),
+        },
+        checkpoint,
+    )
+    assert (names(found.direct), names(found.copied), names(found.ordered)) == ("ae", "b", "cd")
+    assert (found.missing, found.unexpected) == (["h"], [])
+    assert [target.address for target in found.direct[1:]] == [tied.data_ptr()]
+
+
+def test_names_that_the_model_lacks_in_the_order_of_the_checkpoint(checkpoint: Checkpoint) -> None:
+    assert "".join(matched({"c": torch.zeros(2, 4)}, checkpoint).unexpected) == "abdef"
+
+
+def test_two_four_bit_elements_are_one_of_torch(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", {"a": random_row("F4", [2, 4])})
+    checkpoint = sources.read_headers(sources.find(path))
+    found = matched({"a": torch.zeros(2, 2, dtype=torch.float4_e2m1fn_x2)}, checkpoint)
+    assert names(found.direct) == "a"
+    with pytest.raises(MismatchError, match=r"'a': \[2, 2\] in .*, \[2, 4\] in the model"):
+        matched({"a": torch.zeros(2, 4, dtype=torch.float4_e2m1fn_x2)}, checkpoint)
+
+
+def test_equal_addresses_on_two_devices_do_not_cross(checkpoint: Checkpoint) -> None:
+    tensor = torch.zeros(2, 4)
+    places = [("cpu", 96), ("cuda:0", 96), ("cuda:1", 100), ("cpu", 128), ("cuda:1", 90)]
+    targets = [
+        Target(str(row), tensor, row, torch.device(device), True, True, address)
+        for row, (device, address) in enumerate(places)
+    ]
+    crossing = destinations._crossing(targets, checkpoint)
+    assert np.flatnonzero(crossing).tolist() == [2, 4]
