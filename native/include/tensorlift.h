@@ -112,6 +112,8 @@ typedef struct tl_options {
 
 /* Keep what each thread did when, for tl_engine_trace. */
 #define TL_OPTION_TRACE 1u
+/* Start the threads and have the ring made at once, while the caller still reads headers. */
+#define TL_OPTION_WARM 2u
 
 /* One contiguous copy from a file to memory. */
 typedef struct tl_piece {
@@ -170,7 +172,7 @@ TL_API tl_status tl_backend_probe(uint32_t backend, const char *path, tl_error *
 /* Tries to open the device's driver library and to count devices. Blocks. */
 TL_API tl_status tl_driver_probe(int32_t device_kind, int32_t *device_count, tl_error *error);
 
-/* Creates an engine; no thread starts and nothing is pinned before the first piece. For a device the driver has to be
+/* Creates an engine; without TL_OPTION_WARM no thread starts and nothing is pinned before the first piece. For a device the driver has to be
  * initialised by the caller and its primary context to exist (torch does both). Freed by tl_engine_destroy. Blocks. */
 TL_API tl_status tl_engine_create(const tl_options *options, tl_engine **engine, tl_error *error);
 

@@ -14,6 +14,9 @@ namespace tl {
 // Pages of the page cache, and the block that direct reads keep to unless a file asks for more.
 inline constexpr uint64_t kPage = 4096;
 
+// MADV_POPULATE_WRITE (Linux 5.14), which not every build machine's headers have.
+inline constexpr int kPopulateWrite = 23;
+
 constexpr uint64_t round_down(uint64_t value, uint64_t unit) {
     return value / unit * unit;
 }

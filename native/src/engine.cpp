@@ -74,7 +74,11 @@ Failure Engine::start() {
                                                              guarded([&] { slot_copied(index, begin); });
                                                          },
                                                          [this](const Failure &f) { failed(f); }});
-    return {};
+    if (!(o.flags & TL_OPTION_WARM)) return {};
+    if (Failure f = start_copier()) return f;
+    std::lock_guard<std::mutex> lock(mutex_);
+    start_threads(o.threads);
+    return failure_;
 }
 
 // At the first pieces, so that an engine without any costs nothing.
@@ -187,6 +191,11 @@ void Engine::stay_near() {
 
 void Engine::work() {
     enter_thread();
+    // Where much will come, the whole ring first: many threads make it faster than those that want one slot.
+    uint64_t slot;
+    while (device_ && (options_.flags & TL_OPTION_WARM) && !stopping() && ring_->claim(&slot)) {
+        guarded([&] { make_slot(slot); });
+    }
     while (const Work next = take_work()) {
         guarded([&] { next.filled ? slot_filled(next.filled) : fetch(next.chunk); });
     }

@@ -78,6 +78,7 @@ private:
     }
 
     // fetch.cpp: how the bytes of a chunk come
+    bool make_slot(uint64_t k);
     void fetch(Chunk *chunk);
     Failure ready_file(File *file, Route *route);
     Failure open_and_route(File *file, Route *route);

@@ -47,7 +47,6 @@ void advance(std::vector<iovec> *buffers, size_t *first, uint64_t nbytes) {
 // submitted, all on one thread. Costs little where they are there; where the kernel is older than 5.14 or the memory
 // cannot be written, the read decides.
 void populate(char *begin, uint64_t nbytes) {
-    constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, which not every build machine's headers have
     const auto first = reinterpret_cast<uintptr_t>(begin) / kPage * kPage;
     madvise(reinterpret_cast<void *>(first), reinterpret_cast<uintptr_t>(begin) + nbytes - first,
             kPopulateWrite);
@@ -101,19 +100,24 @@ DeepReader *Engine::deep_reader(int path, Failure *why) {
     return reader.get();
 }
 
+// False after a failure.
+bool Engine::make_slot(uint64_t k) {
+    std::string note;
+    if (!ring_->prepare(k, &note)) {
+        failed(failure(TL_ERR_MEMORY, "no host memory for the pinned ring"));
+        return false;
+    }
+    if (!note.empty()) add_note(note);
+    return true;
+}
+
 void Engine::fetch(Chunk *chunk) {
     File *file;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         file = files_[static_cast<size_t>(chunk->file)].get();
     }
-    if (device_) {
-        std::string note;
-        if (!ring_->prepare(chunk->slot->index % ring_->count(), &note)) {
-            return failed(failure(TL_ERR_MEMORY, "no host memory for the pinned ring"));
-        }
-        if (!note.empty()) add_note(note);
-    }
+    if (device_ && !make_slot(chunk->slot->index % ring_->count())) return;
     Route route;
     if (Failure f = ready_file(file, &route)) {
         f.file = file->index;

@@ -1,5 +1,5 @@
-// The pinned ring: slots of staging memory, each faulted in and registered when a thread first needs it, so that neither
-// happens before the first byte is read. Small on purpose: it has to stay in the last-level cache.
+// The pinned ring: slots of staging memory, each made (its pages touched, then registered) by one of the engine's threads,
+// several at a time. Small on purpose: it has to stay in the last-level cache.
 #pragma once
 
 #include <atomic>
@@ -21,6 +21,11 @@ public:
 
     uint64_t count() const {
         return count_;
+    }
+
+    // A slot that nobody has begun to make yet, once each; false when there is none left.
+    bool claim(uint64_t *k) {
+        return next_.load(std::memory_order_relaxed) < count_ && (*k = next_.fetch_add(1)) < count_;
     }
 
     // The memory of slot k, ready to be filled. A registration that is refused leaves it pageable (slower, still right):
@@ -48,7 +53,8 @@ private:
     uint64_t stride_;  // a slot, and room to shift its content within a page
     uint64_t count_;
     std::unique_ptr<Entry[]> entries_;
-    std::mutex mutex_;  // guards mapping
+    std::atomic<uint64_t> next_{0};  // to be claimed
+    std::mutex mutex_;               // guards mapping
     char *memory_ = nullptr;
     std::atomic<uint64_t> pinned_{0};
     std::atomic<uint64_t> pinned_peak_{0};

@@ -2,6 +2,7 @@
 #include "support.hpp"
 
 #include <dlfcn.h>
+#include <chrono>
 #include <thread>
 
 namespace {
@@ -61,6 +62,7 @@ TEST(random_plans_with_late_copies) {
                 tl_options options = options_for(kind, {backend});
                 options.slot_bytes = options.chunk_bytes << (random() % 3);
                 options.pinned_bytes = options.slot_bytes * (2 + random() % 4);
+                options.flags = seed % 2 ? TL_OPTION_WARM : 0;
                 try {
                     load(device, plan, options, random);
                 } catch (const std::exception &error) {
@@ -194,6 +196,31 @@ TEST(ring_options_are_checked) {
     REQUIRE(refused([](tl_options &o) { o.slot_bytes = o.chunk_bytes + 4096; }));
 }
 
+TEST(a_warm_engine_makes_its_ring_before_the_first_piece) {
+    for (const int kind : kDevices) {
+        const StandIn &device = standin(kind);
+        const int threads_before = count_threads();
+        tl_options options = options_for(kind);
+        options.slot_bytes = 8u << 20;
+        options.pinned_bytes = 32u << 20;
+        options.flags = TL_OPTION_WARM;
+        {
+            Engine engine(options);
+            const auto begin = std::chrono::steady_clock::now();
+            while (device.registered_bytes() < options.pinned_bytes) {
+                REQUIRE(std::chrono::steady_clock::now() - begin < std::chrono::seconds(60));
+                std::this_thread::yield();
+            }
+        }
+        device.require_clean();
+        for (int i = 0; i < 20; ++i) {
+            Engine ended_at_once(options);
+        }
+        device.require_clean();
+        REQUIRE(threads_come_back_to(threads_before));
+    }
+}
+
 TEST(cancel_and_destroy_at_random_moments) {
     Folder folder;
     Random random(16);
@@ -210,7 +237,9 @@ TEST(cancel_and_destroy_at_random_moments) {
                 device.set_copy_delay_us(seed % 2 ? 500 : 0);
                 const std::uint64_t consumer = device.stream();
                 Bytes memory(plan.memory_bytes, kCanary);
-                Engine engine(options_for(kind, {backend}));
+                tl_options options = options_for(kind, {backend});
+                options.flags = seed % 2 ? TL_OPTION_WARM : 0;
+                Engine engine(options);
                 const auto files = add_files(engine, plan);
                 engine.submit(placed(plan, memory, 0, plan.pieces.size(), files), consumer);
                 const std::uint64_t until = random() % (plan.pieces.size() + 1);

@@ -125,7 +125,7 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         memory = self._memory
         rules = Rules(int(self._checkpoint.sizes[row]), device=memory.native_kind != 0)
         rows = np.array([row], np.int64)
-        transfer = Transfer(self._checkpoint, rows, memory, self._options, rules, Clock(), self._expected)
+        transfer = Transfer.of(self._checkpoint, rows, memory, self._options, rules, Clock(), self._expected)
         try:
             transfer.submit(1)
             transfer.wait(0)
@@ -137,7 +137,7 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         """All tensors by name, in file order."""
         self._check_open()
         with traced(self._options.trace) as trace:
-            return load_tensors(self._checkpoint, None, self._memory, self._options, Clock(trace))
+            return load_tensors(self._checkpoint, self._memory, self._options, Clock(trace))
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor to be indexed: only the bytes that an index asks for are read.

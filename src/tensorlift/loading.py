@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -89,29 +89,57 @@ def load(
     memory = memories.for_device(device)
     with traced(settings.trace) as trace:
         clock = Clock(trace)
-        state = load_tensors(_headers(path, clock), names, memory, settings, clock)
+        with clock.phase("headers"):
+            found = sources.find(path)
+        # What names and digests mean shows only when all headers are there.
+        if names is None and settings.verify in (None, False) and len(found.files) > 1 and memory.native_kind:
+            state = _load_in_parts(found, memory, settings, clock)
+        else:
+            with clock.phase("headers"):
+                checkpoint = sources.read_headers(found)
+            state = load_tensors(checkpoint, memory, settings, clock, names)
     state.stats = _timed(state.stats, time.perf_counter() - begin)
     return state
 
 
 def load_tensors(
-    checkpoint: Checkpoint, names: Names, memory: memories.Memory, settings: LoadOptions, clock: Clock
+    checkpoint: Checkpoint,
+    memory: memories.Memory,
+    settings: LoadOptions,
+    clock: Clock,
+    names: Names = None,
 ) -> LoadedState:
     """load() of a checkpoint whose headers are read; its ``stats`` lack the total."""
     rows = checkpoint.select(names)
     expected = sources.expected_digests(checkpoint, rows, settings)
     rules = _rules(_budget(settings, memory), memory, uniform=False)
-    transfer = Transfer(checkpoint, rows, memory, settings, rules, clock, expected)
+    return _collected(Transfer.of(checkpoint, rows, memory, settings, rules, clock, expected), (), settings)
+
+
+def _load_in_parts(
+    found: sources.Found, memory: memories.Memory, settings: LoadOptions, clock: Clock
+) -> LoadedState:
+    """load() that reads tensors while other files' headers are still read and laid out."""
+    rules = _rules(_budget(settings, memory), memory, uniform=False)
+    transfer = Transfer(memory, settings, rules, sources.file_bytes(found), clock)
+    with contextlib.closing(sources.read_headers_in_parts(found)) as parts:
+        return _collected(transfer, _timed_parts(parts, clock), settings)
+
+
+def _collected(transfer: Transfer, more: Iterable[Checkpoint], settings: LoadOptions) -> LoadedState:
+    """All tensors of a transfer, and of the checkpoints that are still to be added to it."""
     state = LoadedState()
     try:
         with reporter(settings.progress) as report:
             # The whole plan at once: the engine never waits for Python, and tensors are made while it reads.
             transfer.submit(transfer.batch_count)
+            for checkpoint in more:
+                transfer.submit(transfer.add(checkpoint, checkpoint.select()))
             for batch in range(transfer.batch_count):
                 state.update(zip(transfer.names(batch), transfer.tensors(batch), strict=True))
             if transfer.batch_count:
                 transfer.wait(transfer.batch_count - 1, _tick(report, transfer))
-            _finished(report, transfer.table.nbytes)
+            _finished(report, transfer.nbytes)
     except BaseException:
         # Closed before its tensors go: the engine may still be writing into them.
         transfer.close()
@@ -120,6 +148,16 @@ def load_tensors(
     transfer.close()
     state.stats = transfer.stats()
     return state
+
+
+def _timed_parts(parts: Iterator[Checkpoint], clock: Clock) -> Iterator[Checkpoint]:
+    """The same; the time that each takes to come is that of the headers."""
+    while True:
+        with clock.phase("headers"):
+            part = next(parts, None)
+        if part is None:
+            return
+        yield part
 
 
 def open(
@@ -217,7 +255,7 @@ class Weights:
         settings, memory = self._settings, self._memory
         limits = _budget(settings, memory)
         rules = _rules(limits, memory, uniform=True)
-        transfer = Transfer(
+        transfer = Transfer.of(
             self._checkpoint, self._rows, memory, settings, rules, self._clock, self._expected
         )
         self._pass = _Pass(transfer, limits.buffer_size, self._ending)
@@ -272,7 +310,7 @@ class _Pass:
                         begin = time.perf_counter()
                         self.thread = threading.get_ident()
                     transfer.finish(batch)
-                _finished(report, transfer.table.nbytes)
+                _finished(report, transfer.nbytes)
         finally:
             self.seconds += time.perf_counter() - begin
 
@@ -347,7 +385,7 @@ def _rules(limits: Budget, memory: memories.Memory, *, uniform: bool) -> Rules:
 def _tick(report: Report | None, transfer: Transfer) -> Callable[[], object] | None:
     if report is None:
         return None
-    total = transfer.table.nbytes
+    total = transfer.nbytes
     return lambda: report(min(transfer.bytes_done(), total), total)
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import standin
+from support import leaks, standin
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.native_build import ROOT
 from tensorlift import loading
 from tensorlift.engine import abi
-from tensorlift.errors import DriverError, OutOfMemoryError, TensorliftError
+from tensorlift.errors import DriverError, FileError, OutOfMemoryError, TensorliftError
+from tensorlift.sources import reading
+from tensorlift.tensors.transfer import Transfer
 
 KIB, MIB = 1 << 10, 1 << 20
 KINDS = {"cuda": abi.DEVICE_CUDA, "hip": abi.DEVICE_HIP}
@@ -88,6 +90,28 @@ def test_open_with_random_delays(device: standin.StandInMemory, checkpoint: Writ
     with loading.open(checkpoint.path, device="cuda:0", **SMALL) as weights:
         for name, tensor in weights:
             assert raw(tensor) == checkpoint.tensors[name][2], name
+
+
+def test_reading_begins_before_all_headers_are_read(
+    device: standin.StandInMemory, checkpoint: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    submit, parsed = Transfer.submit, reading._parsed
+    monkeypatch.setattr(Transfer, "submit", lambda *given: (done.append("submit"), submit(*given))[1])
+    monkeypatch.setattr(reading, "_parsed", lambda *given: (done.append("header"), parsed(*given))[1])
+    assert_right(loading.load(checkpoint.path, device="cuda:0"), checkpoint)
+    assert done.count("header") == len(checkpoint.files) > 1
+    first = done.index("header")
+    assert "submit" in done[first : len(done) - done[::-1].index("header")]
+
+
+def test_a_bad_header_behind_good_ones_ends_all(device: standin.StandInMemory, checkpoint: Written) -> None:
+    device.driver.set_copy_delay_us(LATE_US)
+    with open(checkpoint.files[-1], "r+b") as file:
+        file.truncate(20)
+    with leaks.nothing_left(), pytest.raises(FileError, match=re.escape(str(checkpoint.files[-1]))):
+        loading.load(checkpoint.path, device="cuda:0", **SMALL)
+    device.driver.assert_clean()
 
 
 def test_load_with_default_settings(device: standin.StandInMemory, checkpoint: Written) -> None:

@@ -37,6 +37,7 @@ def test_copies_and_waits_are_there(device: standin.StandInMemory, tmp_path: Pat
     # Each slot goes with one copy, since the tensor is one piece; its begin may cut one more.
     assert len(copies) == state.stats.copies >= 4 * MIB // SLOT
     assert all(event["dur"] >= 2000 for event in copies)
+    assert sum(event["args"]["bytes"] for event in copies) == 4 * MIB
     # The intervals of the statistics; an event ends a moment later than what is counted.
     waited = sum(event["dur"] for event in events if event["name"] == "wait_slot") / 1e6
     assert waited >= state.stats.slot_wait_seconds - 1e-6 > 0

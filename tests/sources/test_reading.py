@@ -1,17 +1,31 @@
 """How headers are read: once, with few descriptors, identity from what was read."""
 
+import _thread
+import json
 import os
 import resource
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from support.checkpoints import header_bytes, random_checkpoint, random_row, write_raw, write_safetensors
 from tensorlift.errors import CheckpointError, CheckpointNotFoundError, FileError, ReadError, TruncatedError
-from tensorlift.sources import find, read_headers
+from tensorlift.sources import find, read_headers, read_headers_in_parts, reading
+
+
+def threads_now() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def back_to(threads: int) -> bool:
+    """Whether there are so many threads soon: one that has done its work needs a moment to be gone."""
+    end = time.monotonic() + 10
+    while threads_now() > threads and time.monotonic() < end:
+        time.sleep(0.001)
+    return threads_now() <= threads
 
 
 def descriptors() -> int:
@@ -29,6 +43,47 @@ def test_headers_around_the_first_read(tmp_path, length):
     assert checkpoint.starts.tolist() == [8 + length, 8 + length + 5]
 
 
+def columns(checkpoints):
+    """What a load needs of each tensor."""
+    return [
+        (
+            c.names[i],
+            c.shards[c.shard_of[i]].path,
+            int(c.dtypes[i]),
+            int(c.starts[i]),
+            int(c.sizes[i]),
+            c.shapes[i],
+        )
+        for c in checkpoints
+        for i in range(len(c))
+    ]
+
+
+@pytest.mark.parametrize("index", [False, True])
+@pytest.mark.parametrize("part_bytes", [0, 30_000, 1 << 30])
+def test_parts_are_the_whole(tmp_path, index, part_bytes, monkeypatch):
+    monkeypatch.setattr(reading, "_PART_BYTES", part_bytes)
+    written = random_checkpoint(tmp_path, shards=7, tensors=30, index=index)
+    found = find(tmp_path if index else [*written.files, written.files[2]])
+    parts = list(read_headers_in_parts(found))
+    assert columns(parts) == columns([read_headers(found)])
+    assert len(parts[0].shards) == 1, "reading begins after the first header"
+    assert (len(parts) == 7) == (part_bytes == 0)
+
+
+@pytest.mark.parametrize("way", [read_headers, lambda found: list(read_headers_in_parts(found))])
+def test_what_concerns_several_files_is_checked_in_parts_too(tmp_path, way):
+    one = {"w": random_row("U8", [5]), "a": random_row("U8", [5])}
+    first = write_safetensors(tmp_path / "a.safetensors", one)
+    second = write_safetensors(tmp_path / "b.safetensors", {"b": random_row("U8", [5]), "w": one["w"]})
+    with pytest.raises(CheckpointError, match=r"tensor 'w' is in both .*a.safetensors and .*b.safetensors"):
+        way(find([first, second]))
+    index = {"weight_map": {"w": "a.safetensors", "b": "b.safetensors", "c": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"the index says that tensor 'c' is in .*b.safetensors"):
+        way(find(tmp_path))
+
+
 def test_identity_and_size(tmp_path):
     written = random_checkpoint(tmp_path, shards=3)
     for shard, file in zip(read_headers(find(tmp_path)).shards, written.files, strict=True):
@@ -38,7 +93,8 @@ def test_identity_and_size(tmp_path):
         assert shard.absolute == os.fsencode(file)
 
 
-def test_each_file_is_opened_once_and_closed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("read", [read_headers, lambda found: list(read_headers_in_parts(found))])
+def test_each_file_is_opened_once_and_closed(tmp_path, monkeypatch, read):
     written = random_checkpoint(tmp_path, shards=20, tensors=1)
     found = find(tmp_path)
     opened, real = [], os.open
@@ -48,24 +104,24 @@ def test_each_file_is_opened_once_and_closed(tmp_path, monkeypatch):
         opened.append(path)
         return real(path, flags, *rest)
 
-    before, threads = descriptors(), threading.active_count()
+    before, threads = descriptors(), threads_now()
     monkeypatch.setattr(os, "open", spy)
-    read_headers(found)
+    read(found)
     assert sorted(opened) == sorted(os.fsencode(file) for file in written.files)
     assert descriptors() == before
-    assert threading.active_count() == threads
+    assert back_to(threads)
 
 
 @pytest.mark.parametrize("files", [1, 20])
 def test_nothing_is_left_after_an_error(tmp_path, files):
     written = random_checkpoint(tmp_path, shards=files, tensors=1)
     written.files[0].write_bytes(b"")
-    before, threads = descriptors(), threading.active_count()
+    before, threads = descriptors(), threads_now()
     for _ in range(3):
         with pytest.raises(TruncatedError):
             read_headers(find(tmp_path))
     assert descriptors() == before
-    assert threading.active_count() == threads
+    assert back_to(threads)
 
 
 def test_200_shards_with_64_descriptors(tmp_path):
@@ -151,7 +207,8 @@ def test_a_claim_of_a_large_header_allocates_nothing(tmp_path):
     code = f"""
 import resource
 from tensorlift.errors import FileError
-from tensorlift.sources import find, read_headers
+from tensorlift.sources import find, read_headers, read_headers_in_parts
+from tensorlift.sources import reading
 found = find({str(path)!r})
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + (32 << 20),) * 2)
@@ -184,14 +241,14 @@ def test_any_file_error_is_of_the_tree(tmp_path):
 @pytest.mark.parametrize("allowed", [0, 1, 3])
 def test_headers_are_read_where_no_thread_can_be_started(tmp_path, monkeypatch, allowed):
     written = random_checkpoint(tmp_path, shards=40, tensors=2)
-    real, left = threading.Thread.start, [None] * allowed
+    real, left = _thread.start_new_thread, [None] * allowed
 
-    def start(thread):
+    def start(*given):
         if not left:
             raise RuntimeError("can't start new thread")
         left.pop()
-        real(thread)
+        return real(*given)
 
-    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(_thread, "start_new_thread", start)
     checkpoint = read_headers(find(tmp_path))
     assert sorted(checkpoint.names) == sorted(written.tensors)

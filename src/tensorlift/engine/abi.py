@@ -51,7 +51,7 @@ PATH_NAMES = (
     "AIO_BUFFERED",
 )
 DEVICE_CPU, DEVICE_CUDA, DEVICE_HIP = 0, 1, 2
-OPTION_TRACE, DIGEST_BYTES = 1, 16
+OPTION_TRACE, OPTION_WARM, DIGEST_BYTES = 1, 2, 16
 
 _u8, _u16, _u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
 _Bytes = npt.NDArray[np.uint8]

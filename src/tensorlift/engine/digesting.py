@@ -54,17 +54,22 @@ def check_built() -> None:
 class Checks:
     """What one engine's tensors have to be: makes their pieces, then compares what the engine digested.
 
-    Tensors are numbered as in ``rows``; their pieces have to be all that the engine gets, in order.
+    Tensors are numbered as in ``rows``; the engine has to get all their pieces, in order.
     """
 
     def __init__(
-        self, engine: Engine, checkpoint: Checkpoint, rows: npt.NDArray[np.int64], expected: Expected
+        self,
+        engine: Engine,
+        checkpoint: Checkpoint,
+        rows: npt.NDArray[np.int64],
+        expected: Expected,
+        before: int = 0,
     ) -> None:
-        """Raises LibraryError where digests are not built."""
+        """``before``: pieces that the engine gets first. Raises LibraryError where digests are not built."""
         check_built()
         self._engine, self._checkpoint, self._rows, self._expected = engine, checkpoint, rows, expected
         self._starts, self._sizes = checkpoint.starts[rows], checkpoint.sizes[rows]
-        self._edges = chunk_edges(self._sizes)
+        self._edges, self._before = chunk_edges(self._sizes), before
         self.checked = 0
         """Tensors that were compared and are right."""
 
@@ -85,13 +90,15 @@ class Checks:
         return pieces
 
     def ticket(self, last: int) -> int:
-        """The engine's ticket of the tensors before ``last``."""
+        """Pieces of the tensors before ``last``."""
         return int(self._edges[last])
 
     def check(self, first: int, last: int) -> None:
         """Compares tensors [first, last), which have landed; DigestError that names file and tensor."""
         low, high = int(self._edges[first]), int(self._edges[last])
-        found = tree_digests(self._engine.digests(low, high - low), self._edges[first : last + 1] - low)
+        found = tree_digests(
+            self._engine.digests(self._before + low, high - low), self._edges[first : last + 1] - low
+        )
         rows = self._rows[first:last]
         wanted, known = self._expected.digests[rows], self._expected.known[rows]
         wrong = np.flatnonzero(known & (found != wanted).any(axis=1))

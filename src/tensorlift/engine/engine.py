@@ -44,8 +44,9 @@ class Engine:
         device_index: int = 0,
         *,
         trace: bool = False,
+        warm: bool = False,
     ) -> None:
-        """Creates the engine; no thread starts and nothing is pinned before the first piece.
+        """Creates the engine; no thread starts and nothing is pinned before the first piece, unless ``warm``.
 
         ``trace``: keep what each thread does when, for trace().
         Raises LibraryError, DriverError, MachineError.
@@ -70,7 +71,7 @@ class Engine:
             threads=size.threads,
             io_depth=size.io_depth,
             backend_count=len(size.backends),
-            flags=abi.OPTION_TRACE if trace else 0,
+            flags=abi.OPTION_TRACE * trace | abi.OPTION_WARM * warm,
         )
         for at, name in enumerate(size.backends):
             options.backends[at] = abi.BACKEND_CODES[name]

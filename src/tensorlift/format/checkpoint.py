@@ -28,7 +28,7 @@ from tensorlift.format.quoting import clean, plural, quote
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-__all__ = ["Checkpoint", "NameFilter", "Names", "Shard", "join"]
+__all__ = ["Checkpoint", "NameFilter", "Names", "Shard", "join", "join_some"]
 
 NameFilter: TypeAlias = "str | re.Pattern[str] | Callable[[str], bool]"
 """One exact name, glob (with * ? or [), compiled regular expression (of the whole name), or predicate."""
@@ -188,19 +188,27 @@ def join(
     """
     if weight_map is None or members is None:
         shards = _distinct(shards)
-        keep: list[list[int] | None] = [None] * len(shards)
+        weight_map, members = None, [""] * len(shards)
     else:
         _check_listed(shards, where, weight_map, members)
-        keep = [_kept(shard, weight_map, member) for shard, member in zip(shards, members, strict=True)]
-    columns = [_rows_of(shard.header, rows) for shard, rows in zip(shards, keep, strict=True)]
-    names = list(chain.from_iterable(c.names for c in columns))
-    if len(columns) > 1 and len(set(names)) != len(names):
-        _refuse_double(shards, columns, where)
-    counts = [len(c.names) for c in columns]
+    checkpoint = join_some(shards, where, weight_map, members)
+    if len(shards) > 1 and len(set(checkpoint.names)) != len(checkpoint.names):
+        _refuse_double(checkpoint)
+    return checkpoint
+
+
+def join_some(
+    shards: Sequence[Shard], where: str, weight_map: Mapping[str, str] | None, members: Sequence[str]
+) -> Checkpoint:
+    """The same of some of the shards, of which nothing is checked that concerns the others."""
+    columns = [
+        shard.header if weight_map is None else _rows_of(shard.header, _kept(shard, weight_map, member))
+        for shard, member in zip(shards, members, strict=True)
+    ]
     return Checkpoint(
         shards,
-        names,
-        np.repeat(np.arange(len(shards), dtype=np.int32), counts),
+        list(chain.from_iterable(c.names for c in columns)),
+        np.repeat(np.arange(len(shards), dtype=np.int32), [len(c.names) for c in columns]),
         _concatenated([c.dtypes for c in columns], np.uint8),
         _concatenated([c.starts for c in columns], np.int64),
         _concatenated([c.sizes for c in columns], np.int64),
@@ -211,7 +219,10 @@ def join(
 
 def _distinct(shards: Sequence[Shard]) -> list[Shard]:
     """The shards without those that are one file under two names (a link, or a list that has it twice)."""
-    return list({(s.device, s.inode): s for s in reversed(shards)}.values())[::-1]
+    first: dict[tuple[int, int], Shard] = {}
+    for shard in shards:
+        first.setdefault((shard.device, shard.inode), shard)
+    return list(first.values())
 
 
 def _check_listed(
@@ -257,13 +268,18 @@ def _concatenated(columns: list[npt.NDArray[_Scalar]], dtype: type[_Scalar]) -> 
     return columns[0] if len(columns) == 1 else np.concatenate([np.empty(0, dtype), *columns])
 
 
-def _refuse_double(shards: Sequence[Shard], columns: Sequence[Header], where: str) -> None:
-    counts = Counter(chain.from_iterable(c.names for c in columns))
+def _refuse_double(checkpoint: Checkpoint) -> None:
+    counts = Counter(checkpoint.names)
     doubles = [name for name, count in counts.items() if count > 1]
     name = doubles[0]
-    first, second = [s.path for s, c in zip(shards, columns, strict=True) if name in set(c.names)][:2]
+    holding = [
+        checkpoint.shards[int(checkpoint.shard_of[row])].path
+        for row, other in enumerate(checkpoint.names)
+        if other == name
+    ]
     more = f" (and {len(doubles) - 1:,} more are)" if len(doubles) > 1 else ""
     raise CheckpointError(
-        f"{clean(where)}: tensor {quote(name)} is in both {clean(first)} and {clean(second)}{more}, and no "
-        "index says which one holds; give the files that are meant as a list"
+        f"{clean(checkpoint.where)}: tensor {quote(name)} is in both {clean(holding[0])} and "
+        f"{clean(holding[1])}{more}, and no index says which one holds; give the files that are meant as a "
+        "list"
     )

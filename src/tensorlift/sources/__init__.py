@@ -5,8 +5,17 @@ reads a sidecar. Which files make a checkpoint is decided in `format.listing`, h
 `format.checkpoint`.
 """
 
-from tensorlift.sources.finding import Found, PathLike, Source, find
-from tensorlift.sources.reading import read_headers
+from tensorlift.sources.finding import Found, PathLike, Source, file_bytes, find
+from tensorlift.sources.reading import read_headers, read_headers_in_parts
 from tensorlift.sources.sidecars import expected_digests
 
-__all__ = ["Found", "PathLike", "Source", "expected_digests", "find", "read_headers"]
+__all__ = [
+    "Found",
+    "PathLike",
+    "Source",
+    "expected_digests",
+    "file_bytes",
+    "find",
+    "read_headers",
+    "read_headers_in_parts",
+]

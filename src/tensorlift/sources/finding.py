@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from tensorlift.format.quoting import clean, quote
 from tensorlift.sources import hub
 from tensorlift.sources.problems import not_a_file, nothing_at, nothing_in, open_regular, refused
 
-__all__ = ["Found", "PathLike", "Source", "find"]
+__all__ = ["Found", "PathLike", "Source", "file_bytes", "find"]
 
 PathLike: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
 """What may name a file or folder."""
@@ -54,6 +55,15 @@ class Found:
     """Of the index: tensor name to `Source.member`; None where there is no index."""
     left_out: tuple[str, ...] = ()
     """Safetensors files of the folder that are not part of the checkpoint."""
+
+
+def file_bytes(found: Found) -> int:
+    """Bytes of all files now; what cannot be asked counts nothing, for reading its header tells why."""
+    total = 0
+    for source in found.files:
+        with contextlib.suppress(OSError):
+            total += os.stat(source.absolute).st_size
+    return total
 
 
 def find(path: PathLike | Iterable[PathLike], *, download: bool = True) -> Found:

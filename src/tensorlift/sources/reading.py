@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import itertools
 import os
 import stat
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import islice
+import time
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from queue import SimpleQueue
+from typing import TypeAlias
 
 from tensorlift.errors import TruncatedError
-from tensorlift.format.checkpoint import Checkpoint, Shard, join
+from tensorlift.format.checkpoint import Checkpoint, Shard, join, join_some
 from tensorlift.format.header import LENGTH_BYTES, PREFIX_BYTES, header_length, parse
 from tensorlift.format.quoting import clean
 from tensorlift.sources.finding import Found, Source
 from tensorlift.sources.problems import not_a_file, refused
 
-__all__ = ["read_headers"]
+__all__ = ["read_headers", "read_headers_in_parts"]
 
 # Opening and one small read wait for storage, not for a CPU; eight at a time hide the round trips of a
 # network mount and stay far below any limit of open files.
 _THREADS = 8
 # Bytes of the first read: the whole header of a usual shard (a few hundred tensors take 30 to 60 kB).
 _FIRST_READ = 64 << 10
+# Bytes of files that are laid out together once reading has begun: some 20 ms of a fast link, against about
+# one that a part costs.
+_PART_BYTES = 1 << 30
 
 
 def read_headers(found: Found) -> Checkpoint:
@@ -34,12 +39,50 @@ def read_headers(found: Found) -> Checkpoint:
     first in order is reported. Raises HeaderError, TruncatedError, CheckpointError, or ReadError for what the
     operating system refuses.
     """
-    shards = [_parsed(*read) for read in _read_all(found.files)]
-    members = [source.member or "" for source in found.files]
-    return join(shards, found.where, found.weight_map, members)
+    return _join(found, [_parsed(*read) for read in _read_all(found.files)])
 
 
-def _read_all(files: Sequence[Source]) -> Iterator[tuple[Source, os.stat_result, bytes]]:
+def read_headers_in_parts(found: Found) -> Generator[Checkpoint, None, None]:
+    """The same, piece by piece: each part is some of the files, so that their tensors can be read while other
+    headers still are. What concerns several files is checked before the last part comes.
+
+    Where two names mean one file, it is in the part of the first.
+    """
+    shards: list[Shard] = []
+    part: list[tuple[Shard, str]] = []
+    seen: set[tuple[int, int]] = set()
+    last, wanted, held = len(found.files) - 1, 0, 0
+    for at, (source, info, raw) in enumerate(_read_all(found.files)):
+        shards.append(_parsed(source, info, raw))
+        same = (info.st_dev, info.st_ino)
+        if found.weight_map is not None or same not in seen:
+            part.append((shards[-1], source.member or ""))
+            seen.add(same)
+            held += info.st_size
+        if at == last:
+            _join(found, shards)
+        if part and (held >= wanted or at == last):
+            some, members = zip(*part, strict=True)
+            yield join_some(some, found.where, found.weight_map, members)
+            part.clear()
+            # At first the smallest part, so that reading begins; then few, for each costs a little.
+            wanted, held = _PART_BYTES, 0
+
+
+def _join(found: Found, shards: Sequence[Shard]) -> Checkpoint:
+    return join(shards, found.where, found.weight_map, [source.member or "" for source in found.files])
+
+
+_Read: TypeAlias = "tuple[Source, os.stat_result, bytes]"
+
+
+class _Taken:
+    """How many headers the caller has taken; gone with it."""
+
+    count = 0
+
+
+def _read_all(files: Sequence[Source]) -> Iterator[_Read]:
     """Header bytes in the order of the files, read by a few threads where there are several.
 
     Parsing holds the GIL anyway, so the caller's thread does it while the next files are read; no more than
@@ -48,24 +91,56 @@ def _read_all(files: Sequence[Source]) -> Iterator[tuple[Source, os.stat_result,
     if len(files) == 1:
         yield _read(files[0])
         return
-    pool = ThreadPoolExecutor(min(_THREADS, len(files)), thread_name_prefix="tensorlift-headers")
+    # Neither a pool nor threading.Thread: their locks are Python's own, and an exception of a signal's
+    # handler (Ctrl-C) that comes while one is taken leaves it taken, for a thread to wait for it for ever.
+    # Nor do the threads wait for anything that such an exception could keep the caller from doing.
+    read: SimpleQueue[tuple[int, _Read | BaseException]] = SimpleQueue()
+    early: dict[int, _Read | BaseException] = {}
+    ended: list[None] = []
+    taken, numbers, threads = _Taken(), itertools.count(), 0
     try:
-        rest = iter(files)
-        ahead = deque(_asked(pool, source) for source in islice(rest, 2 * _THREADS))
-        while ahead:
-            read = ahead.popleft()()
-            ahead.extend(_asked(pool, source) for source in islice(rest, 1))
-            yield read
+        with contextlib.suppress(RuntimeError):  # too many threads, or no memory for one more
+            for _ in range(min(_THREADS, len(files))):
+                _thread.start_new_thread(_work, (files, numbers, weakref.ref(taken), read, ended))
+                threads += 1
+        for at, source in enumerate(files):
+            while threads and at not in early:
+                number, found = read.get()
+                early[number] = found
+            found = early.pop(at) if threads else _read(source)
+            if isinstance(found, BaseException):
+                raise found
+            taken.count = at + 1
+            yield found
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        del taken
+        # Looked at, not counted down: what such an exception keeps from being counted would be waited for.
+        while len(ended) < threads:
+            time.sleep(0.0002)
 
 
-def _asked(pool: ThreadPoolExecutor, source: Source) -> Callable[[], tuple[Source, os.stat_result, bytes]]:
-    """What answers with the header bytes of a file: a thread that reads them now, else the caller's own."""
+def _work(
+    files: Sequence[Source],
+    numbers: Iterator[int],
+    taken: weakref.ref[_Taken],
+    read: SimpleQueue[tuple[int, _Read | BaseException]],
+    ended: list[None],
+) -> None:
+    """A thread: reads the header whose turn it is, until there is none left, or nobody to take it."""
     try:
-        return pool.submit(_read, source).result
-    except RuntimeError:  # no thread could be started: too many, or no memory for one
-        return partial(_read, source)
+        while (at := next(numbers)) < len(files):
+            while (now := taken()) is not None and at - now.count > 2 * _THREADS:
+                del now
+                time.sleep(0.001)
+            if now is None:
+                return
+            del now
+            try:
+                read.put((at, _read(files[at])))
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                read.put((at, error))
+    finally:
+        ended.append(None)
 
 
 def _read(source: Source) -> tuple[Source, os.stat_result, bytes]:

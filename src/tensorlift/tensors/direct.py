@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ class Direct(Running):
         expected: Expected | None = None,
     ) -> None:
         """Plans; nothing is written before start(). ``expected``: digests that wait() compares with."""
-        ordered = sorted(targets, key=lambda target: target.row)
+        ordered = sorted(targets, key=attrgetter("row"))
         # Held until the engine has ended: `tensor.data = ...` in another thread frees the memory that was
         # there.
         self._storages = [target.tensor.untyped_storage() for target in ordered]
@@ -45,14 +46,15 @@ class Direct(Running):
         files, sizes = checkpoint.shard_of[rows], checkpoint.sizes[rows]
         self._nbytes, self._tensors, self._shards = int(sizes.sum()), len(rows), len(np.unique(files))
         digest = expected is not None
-        super().__init__(checkpoint, files, memory, options, self._nbytes, trace=trace, digest=digest)
+        super().__init__(memory, options, self._nbytes, trace=trace, digest=digest)
+        own = self._add_files(checkpoint, files)
         addresses = np.array([target.address for target in ordered], np.uint64)
-        _check_inside(self._storages, addresses, sizes, [target.name for target in ordered])
+        _check_inside(self._storages, addresses, sizes, ordered)
         self._checks = None if expected is None else Checks(self._engine, checkpoint, rows, expected)
         if self._checks is not None:
-            self._pieces = self._checks.pieces(0, len(rows), self._files[files], addresses)
+            self._pieces = self._checks.pieces(0, len(rows), own[files], addresses)
         else:
-            pieces = new_pieces(self._files[files], checkpoint.starts[rows], sizes, addresses)
+            pieces = new_pieces(own[files], checkpoint.starts[rows], sizes, addresses)
             self._pieces = merge_pieces(pieces)
         self._ticket = 0
 
@@ -88,12 +90,12 @@ def _check_inside(
     storages: Sequence[torch.UntypedStorage],
     addresses: npt.NDArray[np.uint64],
     sizes: npt.NDArray[np.int64],
-    names: Sequence[str],
+    targets: Sequence[Target],
 ) -> None:
     """Whether each destination still is in its storage: another thread may have put another one there."""
-    begins = np.array([storage.data_ptr() for storage in storages], np.uint64)
-    ends = begins + np.array([storage.nbytes() for storage in storages], np.uint64)
+    begins = np.array(list(map(torch.UntypedStorage.data_ptr, storages)), np.uint64)
+    ends = begins + np.array(list(map(torch.UntypedStorage.nbytes, storages)), np.uint64)
     outside = (sizes > 0) & ((addresses < begins) | (addresses + sizes.astype(np.uint64) > ends))
     if outside.any():
-        name = names[int(np.argmax(outside))]
+        name = targets[int(np.argmax(outside))].name
         raise RequestError(f"the memory of {quote(name)} was replaced while it was about to be loaded into")

@@ -55,7 +55,8 @@ def fill(
         found = match(tensors, checkpoint, rows.tolist(), _asked(names, list(tensors)))
         if strict:
             _check_names(found, checkpoint)
-        check_expressible(checkpoint, np.array(sorted(t.row for t in found.targets), np.int64))
+        used = np.sort(np.array([target.row for target in found.targets], np.int64))
+        check_expressible(checkpoint, used)
         spaces = {device: memories.for_device(device) for device in _devices(found.targets)}
         directs = [
             Direct(checkpoint, targets, spaces[device], options, clock.trace, expected)
@@ -69,7 +70,7 @@ def fill(
         stack.callback(_bump_versions, found.direct)
         for direct in directs:
             stack.callback(direct.close)
-        progress = _Progress(report, checkpoint, found.targets, [*directs])
+        progress = _Progress(report, int(checkpoint.sizes[used].sum()), [*directs])
         for direct in directs:
             direct.start()
         with clock.phase("read"):
@@ -88,7 +89,6 @@ def fill(
                 _copy(target.tensor, held.pop(target.name))
         progress.finish()
     parts = [direct.stats() for direct in directs] + [transfer.stats() for transfer in transfers]
-    used = np.array([target.row for target in found.targets], np.int64)
     stats = merged(parts, seconds=dict(clock.seconds), files=len(np.unique(checkpoint.shard_of[used])))
     return Filled(found.missing, found.unexpected, stats)
 
@@ -124,14 +124,14 @@ def _check_names(found: Match, checkpoint: Checkpoint) -> None:
 
 
 def _devices(targets: list[Target]) -> list[torch.device]:
-    return list(dict.fromkeys(target.tensor.device for target in targets))
+    return list(dict.fromkeys([target.device for target in targets]))
 
 
 def _by_device(targets: list[Target]) -> dict[torch.device, list[Target]]:
-    groups: dict[torch.device, list[Target]] = {}
-    for target in targets:
-        groups.setdefault(target.tensor.device, []).append(target)
-    return groups
+    devices = _devices(targets)
+    if len(devices) == 1:
+        return {devices[0]: targets}
+    return {device: [target for target in targets if target.device == device] for device in devices}
 
 
 def _copying(
@@ -146,7 +146,7 @@ def _copying(
     limits = budget(options, device=device, free=memory.free_bytes())
     rows = np.array(sorted(target.row for target in targets), np.int64)
     rules = Rules(limits.arena_size, device, uniform=True)
-    return Transfer(checkpoint, rows, memory, options, rules, clock, expected)
+    return Transfer.of(checkpoint, rows, memory, options, rules, clock, expected)
 
 
 def _copy_all(
@@ -189,15 +189,8 @@ def _bump_versions(targets: list[Target]) -> None:
 class _Progress:
     """Sums what several engines have done."""
 
-    def __init__(
-        self,
-        report: Report | None,
-        checkpoint: Checkpoint,
-        targets: list[Target],
-        parts: list[Direct | Transfer],
-    ) -> None:
-        self._report, self.parts = report, parts
-        self._total = int(checkpoint.sizes[[target.row for target in targets]].sum()) if targets else 0
+    def __init__(self, report: Report | None, total: int, parts: list[Direct | Transfer]) -> None:
+        self._report, self._total, self.parts = report, total, parts
 
     @property
     def tick(self) -> Callable[[], object] | None:

@@ -22,6 +22,10 @@ __all__ = ["Running", "Tick"]
 
 Tick = Callable[[], object]
 
+# From here on the ring is made while headers are read and tensors laid out: it took 35 ms where each slot was
+# made when it was first wanted, as long as 2 GB take (one H200).
+_WORTH_WARMING = 256 << 20
+
 
 class Running:
     """What loads into arenas and loads into existing tensors share. close() may come from any thread, at any
@@ -29,34 +33,30 @@ class Running:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        files: npt.NDArray[np.int32],
-        memory: Memory,
-        options: LoadOptions,
-        nbytes: int,
-        *,
-        trace: Trace | None,
-        digest: bool,
+        self, memory: Memory, options: LoadOptions, nbytes: int, *, trace: Trace | None, digest: bool
     ) -> None:
-        """Makes an engine for ``nbytes`` bytes out of the shards in ``files``, to digest them or not."""
+        """Makes an engine for about ``nbytes`` bytes, to digest them or not."""
         self.memory = memory
-        size = size_engine(
-            options,
-            nbytes,
-            device=memory.native_kind != 0,
-            digest=digest,
-            pci_address=memory.pci_address,
+        device = memory.native_kind != 0
+        size = size_engine(options, nbytes, device=device, digest=digest, pci_address=memory.pci_address)
+        self._engine = Engine(
+            size,
+            memory.native_kind,
+            memory.native_index,
+            trace=trace is not None,
+            warm=device and nbytes >= _WORTH_WARMING,
         )
-        self._engine = Engine(size, memory.native_kind, memory.native_index, trace=trace is not None)
         self._trace = trace
-        self._files = np.full(len(checkpoint.shards), -1, np.int32)
-        """The engine's index of a file by the shard's."""
-        for shard in np.unique(files).tolist():
-            self._files[shard] = self._engine.add_file(checkpoint.shards[shard])
         self._report = EngineReport()
         # For the end alone. Reentrant: a collection of garbage that comes under it may close as well.
         self._ending = threading.RLock()
+
+    def _add_files(self, checkpoint: Checkpoint, used: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Names the shards in ``used``; the engine's index of a file by the shard's (-1: not named)."""
+        files = np.full(len(checkpoint.shards), -1, np.int32)
+        for shard in np.unique(used).tolist():
+            files[shard] = self._engine.add_file(checkpoint.shards[shard])
+        return files
 
     def _arrive(self, ticket: int, tick: Tick | None) -> None:
         """Waits until a ticket is there for work on the caller's stream; raises what stopped the engine."""
@@ -95,8 +95,8 @@ class Running:
                     self._let_go()
 
     def __del__(self) -> None:
-        """Does what an interrupted close() has left."""
-        if hasattr(self, "_ending"):
+        """Does what an interrupted close() has left, if anything: an exception that comes here is lost."""
+        if hasattr(self, "_ending") and not self._engine.closed:
             self.close()
 
     def _let_go(self) -> None:

@@ -1,4 +1,4 @@
-"""One load under way: the layout that an engine fills, and the arenas.
+"""One load under way: the parts that an engine fills, and their arenas.
 
 Arenas are released only after the engine is closed or their tickets have landed: no block is written after it
 is given back. The object is owned by whoever calls close(); it refers to no iterator, so that it can outlive
@@ -7,11 +7,9 @@ one.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +17,15 @@ import torch
 
 from tensorlift.engine.digesting import Checks
 from tensorlift.engine.trace import Trace
-from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import Expected
 from tensorlift.options import LoadOptions
-from tensorlift.plan import pieces as plan_pieces
-from tensorlift.plan.arenas import Layout, Rules, Wanted, lay_out
+from tensorlift.plan.arenas import Rules
 from tensorlift.stats import LoadStats
-from tensorlift.tensors.memory import Arena, Memory
+from tensorlift.tensors.memory import Memory
+from tensorlift.tensors.part import Part
 from tensorlift.tensors.running import Running, Tick
-from tensorlift.tensors.views import Table, collector_paused
+from tensorlift.tensors.views import collector_paused
 
 __all__ = ["Clock", "Transfer"]
 
@@ -56,11 +53,37 @@ class Clock:
 class Transfer(Running):
     """Wanted tensors on their way into arenas of one device, batch by batch.
 
-    Call submit(), wait() and tensors() for each batch in turn, then finish(): all from one thread at a time.
+    Give it tensors with add(); call submit(), wait() and tensors() for each batch in turn, then finish(): all
+    from one thread at a time. Reading goes on while more is added.
     """
 
     def __init__(
         self,
+        memory: Memory,
+        options: LoadOptions,
+        rules: Rules,
+        nbytes: int,
+        clock: Clock,
+        *,
+        digest: bool = False,
+    ) -> None:
+        """Makes an engine for about ``nbytes`` bytes, which may start its threads, but reads nothing yet.
+
+        ``digest``: add() will give digests that wait() compares with.
+        """
+        super().__init__(memory, options, nbytes, trace=clock.trace, digest=digest)
+        self.clock = clock
+        self._rules = rules
+        self._parts: list[Part] = []
+        self._batches: list[tuple[Part, int]] = []
+        self._tickets: list[int] = []
+        self._pieces = 0
+        self._submitted = self._checked = self._arrived = 0
+        self.held_bytes = self.peak_bytes = 0
+
+    @classmethod
+    def of(
+        cls,
         checkpoint: Checkpoint,
         rows: npt.NDArray[np.int64],
         memory: Memory,
@@ -68,110 +91,77 @@ class Transfer(Running):
         rules: Rules,
         clock: Clock,
         expected: Expected | None = None,
-    ) -> None:
-        """Lays out ``rows`` and makes an engine; starts no thread and takes no memory for tensors yet.
+    ) -> Transfer:
+        """One that has all its tensors."""
+        nbytes = int(checkpoint.sizes[rows].sum())
+        transfer = cls(memory, options, rules, nbytes, clock, digest=expected is not None)
+        try:
+            transfer.add(checkpoint, rows, expected)
+        except BaseException:
+            transfer.close()
+            raise
+        return transfer
 
-        ``expected``: digests that wait() compares with.
-        """
-        self.clock = clock
-        self._arenas: dict[int, Arena] = {}
-        with clock.phase("plan"), collector_paused():
-            self.table = Table(checkpoint, rows)
-            self.layout = self._lay_out(rules)
-            self._batch_edges = np.searchsorted(self.layout.batches, np.arange(self.batch_count + 1)).tolist()
-            self._run_edges = np.searchsorted(self.layout.run_batch, np.arange(self.batch_count + 1)).tolist()
-            self._last_use = _last_use(self.layout)
-            self._first_arenas = _arenas_begun(self.layout)
-            used, digest = int(self.layout.arena_used.sum()), expected is not None
-            super().__init__(
-                checkpoint, self.table.files, memory, options, used, trace=clock.trace, digest=digest
-            )
-            self._checks = None if expected is None else Checks(self._engine, checkpoint, rows, expected)
-            self._checked = 0
-        self._addresses = np.zeros(len(self.layout.arena_nbytes), np.uint64)
-        self._tickets: list[int] = []
-        self._arrived = 0
-        self.held_bytes = self.peak_bytes = 0
+    def add(
+        self, checkpoint: Checkpoint, rows: npt.NDArray[np.int64], expected: Expected | None = None
+    ) -> int:
+        """Lays out ``rows`` as batches after those that are there; how many. Takes no memory yet."""
+        with self.clock.phase("plan"), collector_paused():
+            part = Part(checkpoint, rows, self._rules)
+            part.files = self._add_files(checkpoint, part.table.files)
+            if expected is not None:
+                part.checks = Checks(self._engine, checkpoint, rows, expected, self._pieces)
+            self._parts.append(part)
+            self._batches += [(part, batch) for batch in range(part.batch_count)]
+            self._tickets += [self._pieces + part.ticket(batch) for batch in range(part.batch_count)]
+            self._pieces += part.piece_count
+        return part.batch_count
 
-    def _lay_out(self, rules: Rules) -> Layout:
-        table = self.table
-        return lay_out(Wanted(table.files, table.starts, table.sizes, table.alignments), rules)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(part.table.nbytes for part in self._parts)
 
     @property
     def batch_count(self) -> int:
-        """Number of batches; batch k holds consecutive wanted tensors."""
-        return self.layout.batch_count
+        """Number of batches so far."""
+        return len(self._batches)
 
     @property
     def submitted(self) -> int:
         """Number of batches submitted."""
-        return len(self._tickets)
+        return self._submitted
 
     def names(self, batch: int) -> list[str]:
         """Names of a batch's tensors."""
-        return self.table.names[self._batch_edges[batch] : self._batch_edges[batch + 1]]
+        part, own = self._batches[batch]
+        return part.names(own)
 
     def cost(self, batch: int) -> int:
         """Bytes of the arenas that submitting this batch allocates."""
-        return int(self.layout.arena_nbytes[self._first_arenas[batch]].sum())
+        part, own = self._batches[batch]
+        return part.cost(own)
 
     def submit(self, count: int) -> None:
         """Allocates the arenas of the next ``count`` batches and hands their pieces to the engine."""
-        first = self.submitted
-        layout = self.layout
-        begun = list(itertools.chain.from_iterable(self._first_arenas[first : first + count]))
-        with self.clock.phase("allocate"):
-            sizes = [int(layout.arena_nbytes[arena]) for arena in begun]
-            for arena, made in zip(begun, self.memory.allocate(sizes) if sizes else [], strict=True):
-                self._arenas[arena], self._addresses[arena] = made, made.address
-        self.held_bytes += sum(sizes)
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        checks = self._checks
-        if checks is None:
-            pieces = self._run_pieces(first, first + count)
-            self._tickets += self._run_edges[first + 1 : first + count + 1]
-        else:
-            pieces = self._tensor_pieces(checks, first, first + count)
-            self._tickets += map(checks.ticket, self._batch_edges[first + 1 : first + count + 1])
-        if len(pieces):
-            self._engine.submit(pieces, self.memory.stream())
-
-    def _run_pieces(self, first: int, last: int) -> npt.NDArray[Any]:
-        """Pieces of batches [first, last)."""
-        layout = self.layout
-        low, high = self._run_edges[first], self._run_edges[last]
-        runs = slice(low, high)
-        owners = layout.run_arena[runs]
-        pieces = plan_pieces.new_pieces(
-            self._files[layout.run_file[runs]],
-            layout.run_start[runs],
-            layout.run_nbytes[runs],
-            self._addresses[owners] + layout.run_offset[runs].astype(np.uint64),
-        )
-        # Runs of one arena that come one after another belong to one batch: nothing but padding lies between
-        # them.
-        pieces["flags"][1:] = np.where(owners[1:] == owners[:-1], plan_pieces.JOIN, 0)
-        return pieces
-
-    def _tensor_pieces(self, checks: Checks, first: int, last: int) -> npt.NDArray[Any]:
-        """As _run_pieces, for tensors that are to be checked."""
-        low, high = self._batch_edges[first], self._batch_edges[last]
-        owners = self.layout.arenas[low:high]
-        # A tensor of no bytes has no arena (-1), and no piece either.
-        bases = np.append(self._addresses, np.uint64(0))[owners]
-        addresses = bases + self.layout.offsets[low:high].astype(np.uint64)
-        return checks.pieces(low, high, self._files[self.table.files[low:high]], addresses, owners)
+        while count:
+            part, first = self._batches[self._submitted]
+            last = min(first + count, part.batch_count)
+            with self.clock.phase("allocate"):
+                self.held_bytes += part.allocate(first, last, self.memory)
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+            pieces = part.pieces(first, last)
+            if len(pieces):
+                self._engine.submit(pieces, self.memory.stream())
+            self._submitted += last - first
+            count -= last - first
 
     def tensors(self, batch: int) -> list[torch.Tensor]:
         """The tensors of a submitted batch. Their bytes are there once wait(batch) has returned."""
-        first, last = self._batch_edges[batch], self._batch_edges[batch + 1]
-        used = int(self.layout.arenas[first:last].max(initial=-1))
+        part, own = self._batches[batch]
         # close() of another thread must not release the arena before its tensors hold it.
         with self.clock.phase("hand_out", batch=batch), collector_paused(), self._ending:
-            arena = self._arenas.get(used)
-            if arena is None and used >= 0:
-                raise RequestError("the load was closed")
-            return self.table.tensors(first, last, arena, self.layout.offsets[first:last], self.memory)
+            return part.tensors(own, self.memory)
 
     def wait(self, batch: int, tick: Tick | None = None) -> None:
         """Waits until a batch is there for work on the caller's stream; raises what stopped the engine.
@@ -179,24 +169,19 @@ class Transfer(Running):
         Where digests are expected, all batches up to this one are compared first: DigestError.
         """
         with self.clock.phase("read", batch=batch):
-            if self._checks is not None:
-                self._check(self._checks, batch, tick)
+            while self._checked <= batch:
+                part, own = self._batches[self._checked]
+                if part.checks is not None:
+                    self._engine.wait(self._tickets[self._checked], tick)
+                    part.checks.check(part.batch_edges[own], part.batch_edges[own + 1])
+                self._checked += 1
             self._arrive(self._tickets[batch], tick)
         self._arrived = max(self._arrived, batch + 1)
 
-    def _check(self, checks: Checks, last: int, tick: Tick | None) -> None:
-        for batch in range(self._checked, last + 1):
-            self._engine.wait(self._tickets[batch], tick)
-            checks.check(self._batch_edges[batch], self._batch_edges[batch + 1])
-            self._checked = batch + 1
-
     def finish(self, batch: int) -> None:
         """Lets go of the arenas that no later batch uses; tensors made of them keep them."""
-        for arena in self._last_use.get(batch, ()):
-            held = self._arenas.pop(arena, None)
-            if held is not None:
-                self.held_bytes -= held.nbytes
-                held.release()
+        part, own = self._batches[batch]
+        self.held_bytes -= part.release(own)
 
     def close(self) -> None:
         """See Running."""
@@ -204,39 +189,25 @@ class Transfer(Running):
             super().close()
 
     def _let_go(self) -> None:
-        while self._arenas:
-            self._arenas.popitem()[1].release()
+        for part in self._parts:
+            part.release_all()
 
     def stats(self) -> LoadStats:
         """What was done so far; ``seconds`` without ``total``."""
-        report = self.report()
-        done = self._batch_edges[self._arrived]
-        return report.stats(
-            nbytes=int(self.table.sizes[:done].sum()),
-            tensors=done,
-            files=len(np.unique(self.table.files[:done])),
-            arenas=len(self.layout.arena_nbytes),
+        nbytes = tensors = files = 0
+        left = self._arrived
+        for part in self._parts:
+            done = part.batch_edges[min(left, part.batch_count)]
+            left -= min(left, part.batch_count)
+            nbytes += int(part.table.sizes[:done].sum())
+            files += len(np.unique(part.table.files[:done]))
+            tensors += done
+        return self.report().stats(
+            nbytes=nbytes,
+            tensors=tensors,
+            files=files,
+            arenas=sum(len(part.layout.arena_nbytes) for part in self._parts),
             device_peak_bytes=self.peak_bytes,
-            verified=self._checks.checked if self._checks is not None else 0,
+            verified=sum(part.checks.checked for part in self._parts if part.checks is not None),
             seconds=dict(self.clock.seconds),
         )
-
-
-def _last_use(layout: Layout) -> dict[int, list[int]]:
-    """Arenas by the last batch that uses them."""
-    last: dict[int, int] = {}
-    for arena, batch in zip(layout.run_arena.tolist(), layout.run_batch.tolist(), strict=True):
-        last[arena] = batch
-    by_batch: dict[int, list[int]] = {}
-    for arena, batch in last.items():
-        by_batch.setdefault(batch, []).append(arena)
-    return by_batch
-
-
-def _arenas_begun(layout: Layout) -> list[list[int]]:
-    """For each batch, the arenas that it is the first to use."""
-    begun: list[list[int]] = [[] for _ in range(layout.batch_count)]
-    arenas, first = np.unique(layout.run_arena, return_index=True)
-    for arena, run in zip(arenas.tolist(), first.tolist(), strict=True):
-        begun[int(layout.run_batch[run])].append(arena)
-    return begun
