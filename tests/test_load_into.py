@@ -363,7 +363,7 @@ def test_memory_that_is_taken_from_a_parameter_meanwhile_is_not_written_to(
 
         return then
 
-    name = "__init__" if when == "before" else "start"
+    name = "plan" if when == "before" else "start"
     monkeypatch.setattr(Direct, name, replaced(getattr(Direct, name)))
     if when == "before":
         with pytest.raises(RequestError, match="memory of 't' was replaced"):

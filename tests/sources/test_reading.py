@@ -68,7 +68,7 @@ def test_parts_are_the_whole(tmp_path, index, part_bytes, monkeypatch):
     parts = list(read_headers_in_parts(found))
     assert columns(parts) == columns([read_headers(found)])
     assert len(parts[0].shards) == 1, "reading begins after the first header"
-    assert (len(parts) == 7) == (part_bytes == 0)
+    assert (len(parts) >= 7) == (part_bytes == 0)
 
 
 @pytest.mark.parametrize("way", [read_headers, lambda found: list(read_headers_in_parts(found))])

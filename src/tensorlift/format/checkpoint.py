@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -28,7 +27,7 @@ from tensorlift.format.quoting import clean, plural, quote
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-__all__ = ["Checkpoint", "NameFilter", "Names", "Shard", "join", "join_some"]
+__all__ = ["Checkpoint", "NameFilter", "Names", "Shard", "check_together", "join", "join_some"]
 
 NameFilter: TypeAlias = "str | re.Pattern[str] | Callable[[str], bool]"
 """One exact name, glob (with * ? or [), compiled regular expression (of the whole name), or predicate."""
@@ -189,12 +188,26 @@ def join(
     if weight_map is None or members is None:
         shards = _distinct(shards)
         weight_map, members = None, [""] * len(shards)
-    else:
-        _check_listed(shards, where, weight_map, members)
     checkpoint = join_some(shards, where, weight_map, members)
-    if len(shards) > 1 and len(set(checkpoint.names)) != len(checkpoint.names):
-        _refuse_double(checkpoint)
+    check_together([checkpoint], where, weight_map, members)
     return checkpoint
+
+
+def check_together(
+    parts: Sequence[Checkpoint], where: str, weight_map: Mapping[str, str] | None, members: Sequence[str]
+) -> None:
+    """What concerns several files, of all parts of a checkpoint in their order; raises as join()."""
+    shards = [shard for part in parts for shard in part.shards]
+    if weight_map is not None:
+        listed = sum(map(_listed_here(weight_map), shards, members))
+        if listed != len(weight_map):
+            _refuse_unlisted(shards, where, weight_map, members)
+        if listed == sum(len(part.names) for part in parts):
+            return  # each is listed, and so is in one file only
+    if len(shards) > 1:
+        names = list(chain.from_iterable(part.names for part in parts))
+        if len(set(names)) != len(names):
+            _refuse_double(parts, where)
 
 
 def join_some(
@@ -225,7 +238,12 @@ def _distinct(shards: Sequence[Shard]) -> list[Shard]:
     return list(first.values())
 
 
-def _check_listed(
+def _listed_here(weight_map: Mapping[str, str]) -> Callable[[Shard, str], int]:
+    """How many of a shard's tensors the index gives to it."""
+    return lambda shard, member: list(map(weight_map.get, shard.header.names)).count(member)
+
+
+def _refuse_unlisted(
     shards: Sequence[Shard], where: str, weight_map: Mapping[str, str], members: Sequence[str]
 ) -> None:
     """Each tensor of the index has to be in the shard that the index names."""
@@ -246,6 +264,8 @@ def _check_listed(
 def _kept(shard: Shard, weight_map: Mapping[str, str], member: str) -> list[int] | None:
     """Rows of a shard that the index does not give to another one; None for all."""
     names = shard.header.names
+    if _listed_here(weight_map)(shard, member) == len(names):
+        return None
     rows = [i for i, name in enumerate(names) if weight_map.get(name, member) == member]
     return None if len(rows) == len(names) else rows
 
@@ -268,18 +288,15 @@ def _concatenated(columns: list[npt.NDArray[_Scalar]], dtype: type[_Scalar]) -> 
     return columns[0] if len(columns) == 1 else np.concatenate([np.empty(0, dtype), *columns])
 
 
-def _refuse_double(checkpoint: Checkpoint) -> None:
-    counts = Counter(checkpoint.names)
-    doubles = [name for name, count in counts.items() if count > 1]
-    name = doubles[0]
-    holding = [
-        checkpoint.shards[int(checkpoint.shard_of[row])].path
-        for row, other in enumerate(checkpoint.names)
-        if other == name
-    ]
+def _refuse_double(parts: Sequence[Checkpoint], where: str) -> None:
+    held: dict[str, list[str]] = {}
+    for part in parts:
+        for name, shard in zip(part.names, part.shard_of.tolist(), strict=True):
+            held.setdefault(name, []).append(part.shards[shard].path)
+    doubles = [name for name, paths in held.items() if len(paths) > 1]
+    first, second = held[doubles[0]][:2]
     more = f" (and {len(doubles) - 1:,} more are)" if len(doubles) > 1 else ""
     raise CheckpointError(
-        f"{clean(checkpoint.where)}: tensor {quote(name)} is in both {clean(holding[0])} and "
-        f"{clean(holding[1])}{more}, and no index says which one holds; give the files that are meant as a "
-        "list"
+        f"{clean(where)}: tensor {quote(doubles[0])} is in both {clean(first)} and {clean(second)}{more}, and "
+        "no index says which one holds; give the files that are meant as a list"
     )

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import TypeAlias
 
 from tensorlift.errors import TruncatedError
-from tensorlift.format.checkpoint import Checkpoint, Shard, join, join_some
+from tensorlift.format.checkpoint import Checkpoint, Shard, check_together, join, join_some
 from tensorlift.format.header import LENGTH_BYTES, PREFIX_BYTES, header_length, parse
 from tensorlift.format.quoting import clean
 from tensorlift.sources.finding import Found, Source
@@ -39,38 +39,34 @@ def read_headers(found: Found) -> Checkpoint:
     first in order is reported. Raises HeaderError, TruncatedError, CheckpointError, or ReadError for what the
     operating system refuses.
     """
-    return _join(found, [_parsed(*read) for read in _read_all(found.files)])
+    shards = [_parsed(*read) for read in _read_all(found.files)]
+    return join(shards, found.where, found.weight_map, [source.member or "" for source in found.files])
 
 
 def read_headers_in_parts(found: Found) -> Generator[Checkpoint, None, None]:
     """The same, piece by piece: each part is some of the files, so that their tensors can be read while other
     headers still are. What concerns several files is checked before the last part comes.
-
-    Where two names mean one file, it is in the part of the first.
     """
-    shards: list[Shard] = []
-    part: list[tuple[Shard, str]] = []
+    parts: list[Checkpoint] = []
+    some: list[Shard] = []
     seen: set[tuple[int, int]] = set()
-    last, wanted, held = len(found.files) - 1, 0, 0
+    members = [source.member or "" for source in found.files]
+    begin, wanted, held = 0, 0, 0
     for at, (source, info, raw) in enumerate(_read_all(found.files)):
-        shards.append(_parsed(source, info, raw))
-        same = (info.st_dev, info.st_ino)
-        if found.weight_map is not None or same not in seen:
-            part.append((shards[-1], source.member or ""))
-            seen.add(same)
-            held += info.st_size
-        if at == last:
-            _join(found, shards)
-        if part and (held >= wanted or at == last):
-            some, members = zip(*part, strict=True)
-            yield join_some(some, found.where, found.weight_map, members)
-            part.clear()
+        shard = _parsed(source, info, raw)
+        # Without an index two names may mean one file.
+        if found.weight_map is not None or (shard.device, shard.inode) not in seen:
+            some.append(shard)
+            held += shard.nbytes
+        seen.add((shard.device, shard.inode))
+        is_last = at == len(found.files) - 1
+        if (some and held >= wanted) or is_last:
+            parts.append(join_some(some, found.where, found.weight_map, members[begin : begin + len(some)]))
+            if is_last:
+                check_together(parts, found.where, found.weight_map, members)
+            yield parts[-1]
             # At first the smallest part, so that reading begins; then few, for each costs a little.
-            wanted, held = _PART_BYTES, 0
-
-
-def _join(found: Found, shards: Sequence[Shard]) -> Checkpoint:
-    return join(shards, found.where, found.weight_map, [source.member or "" for source in found.files])
+            some, begin, wanted, held = [], at + 1, _PART_BYTES, 0
 
 
 _Read: TypeAlias = "tuple[Source, os.stat_result, bytes]"

@@ -29,34 +29,34 @@ class Direct(Running):
     """Destinations of one device on their way; the tensors must stay as they are until close()."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        targets: Sequence[Target],
-        memory: Memory,
-        options: LoadOptions,
-        trace: Trace | None = None,
-        expected: Expected | None = None,
+        self, memory: Memory, options: LoadOptions, nbytes: int, trace: Trace | None, *, digest: bool
     ) -> None:
-        """Plans; nothing is written before start(). ``expected``: digests that wait() compares with."""
+        """Makes an engine for at most ``nbytes`` bytes; see plan()."""
+        super().__init__(memory, options, nbytes, trace=trace, digest=digest)
+        self._storages: list[torch.UntypedStorage] = []
+        self._pieces = new_pieces(*np.zeros((4, 0), np.int64))
+        self._checks: Checks | None = None
+        self._nbytes = self._tensors = self._shards = self._ticket = 0
+
+    def plan(
+        self, checkpoint: Checkpoint, targets: Sequence[Target], expected: Expected | None = None
+    ) -> None:
+        """Nothing is written before start(). ``expected``: digests that wait() compares with."""
         ordered = sorted(targets, key=attrgetter("row"))
         # Held until the engine has ended: `tensor.data = ...` in another thread frees the memory that was
         # there.
-        self._storages = [target.tensor.untyped_storage() for target in ordered]
+        self._storages += [target.tensor.untyped_storage() for target in ordered]
         rows = np.array([target.row for target in ordered], np.int64)
         files, sizes = checkpoint.shard_of[rows], checkpoint.sizes[rows]
         self._nbytes, self._tensors, self._shards = int(sizes.sum()), len(rows), len(np.unique(files))
-        digest = expected is not None
-        super().__init__(memory, options, self._nbytes, trace=trace, digest=digest)
         own = self._add_files(checkpoint, files)
         addresses = np.array([target.address for target in ordered], np.uint64)
         _check_inside(self._storages, addresses, sizes, ordered)
-        self._checks = None if expected is None else Checks(self._engine, checkpoint, rows, expected)
-        if self._checks is not None:
+        if expected is not None:
+            self._checks = Checks(self._engine, checkpoint, rows, expected)
             self._pieces = self._checks.pieces(0, len(rows), own[files], addresses)
         else:
-            pieces = new_pieces(own[files], checkpoint.starts[rows], sizes, addresses)
-            self._pieces = merge_pieces(pieces)
-        self._ticket = 0
+            self._pieces = merge_pieces(new_pieces(own[files], checkpoint.starts[rows], sizes, addresses))
 
     def _let_go(self) -> None:
         self._storages.clear()

@@ -50,45 +50,51 @@ def fill(
     expected: Expected | None = None,
 ) -> Filled:
     """Fills the tensors of ``model`` from the selected ``rows``; see loading.load_into."""
-    with clock.phase("plan"), collector_paused():
-        tensors = tensors_of(model)
-        found = match(tensors, checkpoint, rows.tolist(), _asked(names, list(tensors)))
-        if strict:
-            _check_names(found, checkpoint)
-        used = np.sort(np.array([target.row for target in found.targets], np.int64))
-        check_expressible(checkpoint, used)
-        spaces = {device: memories.for_device(device) for device in _devices(found.targets)}
-        directs = [
-            Direct(checkpoint, targets, spaces[device], options, clock.trace, expected)
-            for device, targets in _by_device(found.direct).items()
-        ]
-    copies = _by_device([*found.copied, *found.ordered])
-    transfers: list[Transfer] = []
+    tensors = tensors_of(model)
+    copied: list[Transfer] = []
     with contextlib.ExitStack() as stack:
+        with clock.phase("plan"), collector_paused():
+            # Engines first: they make their rings while names and shapes are compared.
+            nbytes, digest = int(checkpoint.sizes[rows].sum()), expected is not None
+            directs: dict[torch.device, Direct] = {}
+            for device in {tensor.device for tensor in tensors.values()}:
+                if device.type in ("cpu", "cuda"):
+                    memory = memories.for_device(device)
+                    directs[device] = Direct(memory, options, nbytes, clock.trace, digest=digest)
+                    stack.callback(directs[device].close)
+            found = match(tensors, checkpoint, rows.tolist(), _asked(names, list(tensors)))
+            if strict:
+                _check_names(found, checkpoint)
+            used = np.sort(np.array([target.row for target in found.targets], np.int64))
+            check_expressible(checkpoint, used)
+            targets = _by_device(found.direct)
+            for device in directs.keys() - targets.keys():
+                directs.pop(device).close()
+            for device, some in targets.items():
+                directs[device].plan(checkpoint, some, expected)
         report = stack.enter_context(reporter(options.progress))
         # Also after a failure, which leaves them half written.
         stack.callback(_bump_versions, found.direct)
-        for direct in directs:
-            stack.callback(direct.close)
-        progress = _Progress(report, int(checkpoint.sizes[used].sum()), [*directs])
-        for direct in directs:
+        progress = _Progress(report, int(checkpoint.sizes[used].sum()), [*directs.values()])
+        for direct in directs.values():
             direct.start()
         with clock.phase("read"):
-            for direct in directs:
+            for direct in directs.values():
                 direct.wait(progress.tick)
         held: dict[str, torch.Tensor] = {}
         stack.callback(held.clear)
         ordered = {target.name for target in found.ordered}
-        for device, targets in copies.items():
-            transfers.append(_copying(checkpoint, targets, spaces[device], options, clock, expected))
-            stack.callback(transfers[-1].close)
-            progress.parts.append(transfers[-1])
-            _copy_all(transfers[-1], targets, ordered, held, progress.tick)
+        for device, some in _by_device([*found.copied, *found.ordered]).items():
+            memory = memories.for_device(device)
+            copied.append(_copying(checkpoint, some, memory, options, clock, expected))
+            stack.callback(copied[-1].close)
+            progress.parts.append(copied[-1])
+            _copy_all(copied[-1], some, ordered, held, progress.tick)
         with clock.phase("hand_out"):
             for target in found.ordered:
                 _copy(target.tensor, held.pop(target.name))
         progress.finish()
-    parts = [direct.stats() for direct in directs] + [transfer.stats() for transfer in transfers]
+    parts = [direct.stats() for direct in directs.values()] + [transfer.stats() for transfer in copied]
     stats = merged(parts, seconds=dict(clock.seconds), files=len(np.unique(checkpoint.shard_of[used])))
     return Filled(found.missing, found.unexpected, stats)
 
