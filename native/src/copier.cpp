@@ -39,7 +39,7 @@ Failure Copier::make_consumer_wait(Stream consumer) {
 }
 
 Failure Copier::issue(const Slot &slot, const char *base, uint64_t *copies) {
-    const Event event = events_[slot.index % slots_];
+    const Event event = events_[slot.place];
     const uint64_t begin = now_ns();
     std::lock_guard<std::mutex> lock(mutex_);
     for (const Copy &copy : slot.copies) {

@@ -68,6 +68,8 @@ Failure Engine::start() {
     Bound bound(driver_, o.device_index);
     if (bound.failure()) return bound.failure();
     ring_ = std::make_unique<Ring>(driver_, o.slot_bytes, o.pinned_bytes);
+    // The first at the end: it is taken first, and a small load makes no other.
+    for (uint64_t k = ring_->count(); k-- > 0;) free_places_.push_back(k);
     copier_ = std::make_unique<Copier>(driver_, ring_->count(),
                                        Copier::Callbacks{[this] { enter_thread(); },
                                                          [this](uint64_t index, uint64_t begin) {
@@ -201,8 +203,14 @@ void Engine::work() {
     }
 }
 
-bool Engine::slot_is_free(const Slot &slot) const {
-    return !device_ || slot.index < freed_slots_ + ring_->count();
+// Under mutex_. Whether the slot has a place in the ring, or gets one now. Any free one will do: where one chunk is late,
+// because its thread has lost its CPU say, the other places go on.
+bool Engine::slot_has_place(Slot *slot) {
+    if (!device_ || next_chunk_ > 0) return true;
+    if (free_places_.empty()) return false;
+    slot->place = free_places_.back();
+    free_places_.pop_back();
+    return true;
 }
 
 // Filled slots first: what was read last is in the processor's caches still, and other memory waits for them.
@@ -218,7 +226,7 @@ Engine::Work Engine::take_work() {
         }
         if (next_slot_ < slots_submitted_) {
             Slot &slot = *slots_[next_slot_ - first_slot_];
-            if (slot_is_free(slot)) {
+            if (slot_has_place(&slot)) {
                 if (waited_from) {
                     slot_wait_ns_ += now_ns() - waited_from;
                     trace_.end(waited_from, TL_STAGE_WAIT_SLOT, -1, 0, 0);
@@ -294,13 +302,13 @@ void Engine::slot_copied(uint64_t slot_index, uint64_t begin_ns) {
     std::lock_guard<std::mutex> lock(mutex_);
     Slot &slot = *slots_[slot_index - first_slot_];
     slot.copied = true;
+    free_places_.push_back(slot.place);
     uint64_t nbytes = 0;
     for (const Copy &copy : slot.copies) nbytes += copy.nbytes;
     trace_.end(begin_ns, TL_STAGE_COPY, -1, 0, nbytes);
-    const uint64_t before = freed_slots_;
     while (freed_slots_ < slots_submitted_ && slots_[freed_slots_ - first_slot_]->copied) freed_slots_++;
     retire();
-    if (freed_slots_ != before) work_cv_.notify_all();
+    work_cv_.notify_all();
 }
 
 // Under mutex_.

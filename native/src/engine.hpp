@@ -2,7 +2,7 @@
 // fetch.cpp; this is who waits for whom.
 //
 // Order and locks
-//   - Chunks are taken in the order of the plan; a slot is taken only when its place in the ring is free. So the oldest
+//   - Chunks are taken in the order of the plan, a slot's first one only when a place in the ring is free. So the oldest
 //     slot always progresses, and nothing waits in a circle.
 //   - mutex_ guards the plan and all counters. A file's mutex is taken before it, never under it. Driver calls that may
 //     wait are made under neither.
@@ -109,7 +109,7 @@ private:
     };
     Work take_work();
     bool wait_for_a_close(uint64_t closes);
-    bool slot_is_free(const Slot &slot) const;
+    bool slot_has_place(Slot *slot);
     void part_done(Chunk *chunk, bool by_reader);
     void slot_filled(Slot *slot);
     void slot_copied(uint64_t slot_index, uint64_t begin_ns);
@@ -139,7 +139,8 @@ private:
     std::deque<Slot *> filled_;  // to be digested by a copying thread
     uint64_t slots_submitted_ = 0;
     uint64_t landed_slots_ = 0;  // leading slots that have landed
-    uint64_t freed_slots_ = 0;   // leading slots whose memory is free again
+    uint64_t freed_slots_ = 0;   // leading slots that nothing uses any more
+    std::vector<uint64_t> free_places_;
     uint64_t pieces_submitted_ = 0;
     std::vector<Digest> digests_;      // by piece; empty until one is asked for
     std::atomic<uint64_t> closes_{0};  // files closed so far

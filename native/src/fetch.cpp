@@ -57,7 +57,7 @@ void populate(char *begin, uint64_t nbytes) {
 char *Engine::slot_base(const Slot &slot) const {
     if (!device_) return nullptr;
     std::string note;
-    return ring_->prepare(slot.index % ring_->count(), &note) + slot.shift;
+    return ring_->prepare(slot.place, &note) + slot.shift;
 }
 
 // Opens the file if need be and decides its route; a copy of the route comes back. Where descriptors are short, files
@@ -117,7 +117,7 @@ void Engine::fetch(Chunk *chunk) {
         std::lock_guard<std::mutex> lock(mutex_);
         file = files_[static_cast<size_t>(chunk->file)].get();
     }
-    if (device_ && !make_slot(chunk->slot->index % ring_->count())) return;
+    if (device_ && !make_slot(chunk->slot->place)) return;
     Route route;
     if (Failure f = ready_file(file, &route)) {
         f.file = file->index;

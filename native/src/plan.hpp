@@ -50,6 +50,7 @@ struct Chunk {
 struct Slot {
     uint64_t index = 0;   // counted over the engine's life
     uint64_t ticket = 0;  // pieces that are complete once this slot and all before it are
+    uint64_t place = 0;   // in the ring, from the moment that its first chunk is taken
     uint64_t shift = 0;   // added to the base, so that direct reads of the first fill land in place
     std::vector<Fill> fills;
     std::vector<Copy> copies;

@@ -297,6 +297,6 @@ def _refuse_double(parts: Sequence[Checkpoint], where: str) -> None:
     first, second = held[doubles[0]][:2]
     more = f" (and {len(doubles) - 1:,} more are)" if len(doubles) > 1 else ""
     raise CheckpointError(
-        f"{clean(where)}: tensor {quote(doubles[0])} is in both {clean(first)} and {clean(second)}{more}, and "
-        "no index says which one holds; give the files that are meant as a list"
+        f"{clean(where)}: tensor {quote(doubles[0])} is in both {clean(first)} and {clean(second)}{more}, "
+        "and no index says which one holds; give the files that are meant as a list"
     )
