@@ -131,6 +131,17 @@ def test_load_into(kind: str, checkpoint: Written) -> None:
         assert device.driver.counts()[copy_name(device)] > before
 
 
+def test_load_into_has_one_ring_at_a_time(checkpoint: Written) -> None:
+    with standin.device(cpu_too=True) as device:
+        state = dict(loading.load(checkpoint.path, device="cuda:0", **SMALL))
+        for name in list(state)[::2]:
+            state[name] = torch.zeros(state[name].shape, dtype=torch.complex128)
+        before = device.driver.counts()[copy_name(device)]
+        stats = loading.load_into(state, checkpoint.path, **SMALL).stats
+        assert device.driver.counts()[copy_name(device)] - before == stats.copies
+        assert device.driver.registered_peak_bytes() <= PINNED_MOST
+
+
 def test_tensors_of_16_bytes_and_more_are_aligned_to_16(
     device: standin.StandInMemory, tmp_path: Path
 ) -> None:

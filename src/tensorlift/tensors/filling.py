@@ -81,6 +81,9 @@ def fill(
         with clock.phase("read"):
             for direct in directs.values():
                 direct.wait(progress.tick)
+        if found.copied or found.ordered:
+            for direct in directs.values():
+                direct.close()  # one ring at a time
         held: dict[str, torch.Tensor] = {}
         stack.callback(held.clear)
         ordered = {target.name for target in found.ordered}
