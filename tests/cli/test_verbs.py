@@ -226,6 +226,21 @@ def test_ctrl_c_is_130_without_a_traceback(written: Written) -> None:
     assert err == "interrupted\n"
 
 
+def test_ctrl_c_that_meets_a_finaliser_is_sent_again() -> None:
+    program = """
+import os, signal, time
+from tensorlift.cli import main
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+main.app = lambda: (str(Last()), time.sleep(60))
+main.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert done.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in done.stderr
+
+
 def test_names_out_of_files_do_nothing_to_a_terminal(tmp_path: Path) -> None:
     evil = "\x1b[31mred\x07"
     folder = os.fsencode(tmp_path) + b"/\xff"

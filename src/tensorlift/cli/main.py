@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import _thread
 import importlib.metadata
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
 
 import typer
 
 from tensorlift.cli import bench, digest, doctor, load, show, synth, tune, verify
 from tensorlift.cli.console import EXIT_CODES
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 __all__ = ["app", "main"]
 
@@ -49,8 +58,22 @@ def _common(
     """Model weights into memory at the speed of the hardware."""
 
 
+def _interrupt_again(lost: UnraisableHookArgs) -> None:
+    """Ctrl-C that met a finaliser, where Python drops exceptions: sent once more, a moment later."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        _thread.start_new_thread(_send_soon, ())
+    else:
+        sys.__unraisablehook__(lost)
+
+
+def _send_soon() -> None:
+    time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def main() -> None:
     """Runs the command line; ends the process."""
+    sys.unraisablehook = _interrupt_again
     app()
 
 

@@ -50,8 +50,7 @@ def fill(
     expected: Expected | None = None,
 ) -> Filled:
     """Fills the tensors of ``model`` from the selected ``rows``; see loading.load_into."""
-    tensors = tensors_of(model)
-    copied: list[Transfer] = []
+    tensors, copied = tensors_of(model), list[Transfer]()
     with contextlib.ExitStack() as stack:
         with clock.phase("plan"), collector_paused():
             # Engines first: they make their rings while names and shapes are compared.
@@ -70,8 +69,8 @@ def fill(
             targets = _by_device(found.direct)
             for device in directs.keys() - targets.keys():
                 directs.pop(device).close()
-            for device, some in targets.items():
-                directs[device].plan(checkpoint, some, expected)
+            for device, direct in directs.items():
+                direct.plan(checkpoint, targets[device], expected)
         report = stack.enter_context(reporter(options.progress))
         # Also after a failure, which leaves them half written.
         stack.callback(_bump_versions, found.direct)
