@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from tensorlift.errors import (
     TruncatedError,
 )
 from tensorlift.format.dtypes import BY_CODE
+from tensorlift.options import BACKENDS
 from tensorlift.tensors.direct import Direct
 
 Write = Callable[..., Path]
@@ -372,3 +374,17 @@ def test_memory_that_is_taken_from_a_parameter_meanwhile_is_not_written_to(
         loading.load_into({"t": tensor}, path)
     assert memory() is None
     assert not tensor.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_that_cannot_be_written_is_refused(write: Write, tmp_path: Path, backend: str) -> None:
+    path = write({"a": torch.ones(3), "t": torch.ones(100_000, dtype=torch.uint8)})
+    (tmp_path / "there").write_bytes(bytes(100_000))
+    array = np.memmap(tmp_path / "there", np.uint8, "r")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it should not be written to
+        state = {"a": torch.zeros(3), "t": torch.from_numpy(array)}
+    with pytest.raises(RequestError, match="the memory of 't' cannot be written"):
+        loading.load_into(state, path, backend=backend)
+    assert not state["a"].any()
+    assert not array.any()

@@ -1,34 +1,15 @@
 #include "engine.hpp"
 
-#include <pthread.h>
-#include <signal.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <system_error>
 
 namespace tl {
 namespace {
 
 constexpr uint64_t kLongestChunk = 1u << 30;  // io_uring counts a read in 32 bits
-
-// Threads of the engine take no signal: they belong to the program's own threads.
-class SignalsBlocked {
-public:
-    SignalsBlocked() {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    ~SignalsBlocked() {
-        pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-    }
-
-private:
-    sigset_t before_;
-};
 
 }  // namespace
 
@@ -83,20 +64,6 @@ Failure Engine::start() {
     return failure_;
 }
 
-// At the first pieces, so that an engine without any costs nothing.
-Failure Engine::start_copier() {
-    std::lock_guard<std::mutex> lock(copier_mutex_);
-    if (copier_runs_ || stopping()) return {};
-    SignalsBlocked blocked;
-    Failure f = copier_->start();
-    if (f) {
-        failed(f);  // for good: what was made of it is given back by close()
-    } else {
-        copier_runs_ = true;
-    }
-    return f;
-}
-
 Failure Engine::add_file(const char *path, uint64_t device, uint64_t inode, uint64_t nbytes, int32_t *index) {
     std::lock_guard<std::mutex> lock(mutex_);
     *index = static_cast<int32_t>(files_.size());
@@ -149,48 +116,6 @@ Failure Engine::submit(const tl_piece *pieces, uint64_t count, Stream consumer, 
     return failure_;
 }
 
-// Under mutex_. One thread a chunk at most: small loads stay small.
-void Engine::start_threads(size_t chunks) {
-    const size_t wanted = std::min<size_t>(options_.threads, std::max(threads_.size(), chunks));
-    SignalsBlocked blocked;
-    while (threads_.size() < wanted) {
-        try {
-            threads_.emplace_back([this] { work(); });
-        } catch (const std::system_error &error) {
-            const Failure f = os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread");
-            if (threads_.empty()) {
-                failure_ = f;
-                stopping_.store(true, std::memory_order_release);
-            } else if (notes_.empty()) {
-                notes_ = f.message;
-            }
-            return;
-        }
-    }
-}
-
-void Engine::enter_thread() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, nullptr);
-    stay_near();
-    if (device_) {
-        if (Failure f = driver_->bind(options_.device_index, nullptr)) failed(f);
-    }
-}
-
-// The thread runs, and so touches memory first, where the options say.
-void Engine::stay_near() {
-    cpu_set_t cpus;
-    CPU_ZERO(&cpus);
-    for (size_t cpu = 0; cpu < 64 * std::size(options_.cpus); cpu++) {
-        if (options_.cpus[cpu / 64] >> (cpu % 64) & 1) CPU_SET(cpu, &cpus);
-    }
-    if (CPU_COUNT(&cpus) == 0) return;
-    const int code = pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus);
-    if (code != 0) add_note(std::string("threads could not be kept near the device: ") + std::strerror(code));
-}
-
 void Engine::work() {
     enter_thread();
     // Where much will come, the whole ring first: many threads make it faster than those that want one slot.
@@ -213,6 +138,13 @@ bool Engine::slot_has_place(Slot *slot) {
     return true;
 }
 
+// For a thread that found no place in the ring since then; 0: it did not wait.
+void Engine::end_wait(uint64_t waited_from) {
+    if (!waited_from) return;
+    slot_wait_ns_ += now_ns() - waited_from;
+    trace_.end(waited_from, TL_STAGE_WAIT_SLOT, -1, 0, 0);
+}
+
 // Filled slots first: what was read last is in the processor's caches still, and other memory waits for them.
 Engine::Work Engine::take_work() {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -222,15 +154,13 @@ Engine::Work Engine::take_work() {
         if (!filled_.empty()) {
             Slot *slot = filled_.front();
             filled_.pop_front();
+            end_wait(waited_from);
             return {nullptr, slot};
         }
         if (next_slot_ < slots_submitted_) {
             Slot &slot = *slots_[next_slot_ - first_slot_];
             if (slot_has_place(&slot)) {
-                if (waited_from) {
-                    slot_wait_ns_ += now_ns() - waited_from;
-                    trace_.end(waited_from, TL_STAGE_WAIT_SLOT, -1, 0, 0);
-                }
+                end_wait(waited_from);
                 Chunk *chunk = &slot.chunks[next_chunk_++];
                 taken_chunks_++;
                 if (next_chunk_ == slot.chunks.size()) {

@@ -94,10 +94,12 @@ private:
     // digesting.cpp
     void digest_slot(const Slot &slot);
 
-    // engine.cpp: who waits for whom
+    // threads.cpp
     void start_threads(size_t chunks);
     Failure start_copier();
     void stay_near();
+
+    // engine.cpp: who waits for whom
     void work();
     // What a copying thread does next: one of both, or nothing at the end.
     struct Work {
@@ -108,6 +110,7 @@ private:
         }
     };
     Work take_work();
+    void end_wait(uint64_t waited_from);
     bool wait_for_a_close(uint64_t closes);
     bool slot_has_place(Slot *slot);
     void part_done(Chunk *chunk, bool by_reader);

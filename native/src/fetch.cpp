@@ -13,6 +13,8 @@ namespace {
 constexpr size_t kMostBuffers = 1024;
 // Signals are blocked, so that only a file system may answer EINTR; one that goes on doing so does not work.
 constexpr int kInterruptions = 100;
+// Of one read that goes through a buffer: every read in flight may have such a buffer.
+constexpr uint64_t kMostBounced = 1u << 20;
 
 // Calls use(fill, begin, end) for the part of each fill of the chunk that lies in [begin, end) of the file.
 template <class Use>
@@ -204,7 +206,11 @@ bool Engine::fetch_deep(Chunk *chunk, File *file, int path, uint64_t begin, uint
     const bool fits =
         chunk->fill_count == 1 && head < tail && reinterpret_cast<uintptr_t>(place) % block == 0;
     if (!fits) {
-        push(reader, {chunk, file, begin, end, nullptr});
+        for (uint64_t at = begin; at < end;) {
+            const uint64_t next = std::min(end, round_down(at + kMostBounced, block));
+            push(reader, {chunk, file, at, next, nullptr});
+            at = next;
+        }
         return true;
     }
     if (!device_) populate(place, tail - head);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import importlib.metadata
 import os
 import signal
@@ -61,7 +62,8 @@ def _common(
 def _interrupt_again(lost: UnraisableHookArgs) -> None:
     """Ctrl-C that met a finaliser, where Python drops exceptions: sent once more, a moment later."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
-        _thread.start_new_thread(_send_soon, ())
+        with contextlib.suppress(RuntimeError):  # no thread can be started, or the process ends anyway
+            _thread.start_new_thread(_send_soon, ())
     else:
         sys.__unraisablehook__(lost)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -32,8 +33,8 @@ class Direct(Running):
         self, memory: Memory, options: LoadOptions, nbytes: int, trace: Trace | None, *, digest: bool
     ) -> None:
         """Makes an engine for at most ``nbytes`` bytes; see plan()."""
-        super().__init__(memory, options, nbytes, trace=trace, digest=digest)
         self._storages: list[torch.UntypedStorage] = []
+        super().__init__(memory, options, nbytes, trace=trace, digest=digest)
         self._pieces = new_pieces(*np.zeros((4, 0), np.int64))
         self._checks: Checks | None = None
         self._nbytes = self._tensors = self._shards = self._ticket = 0
@@ -52,6 +53,8 @@ class Direct(Running):
         own = self._add_files(checkpoint, files)
         addresses = np.array([target.address for target in ordered], np.uint64)
         _check_inside(self._storages, addresses, sizes, ordered)
+        if self.memory.native_kind == 0:
+            _check_writable(addresses, sizes, ordered)
         if expected is not None:
             self._checks = Checks(self._engine, checkpoint, rows, expected)
             self._pieces = self._checks.pieces(0, len(rows), own[files], addresses)
@@ -99,3 +102,41 @@ def _check_inside(
     if outside.any():
         name = targets[int(np.argmax(outside))].name
         raise RequestError(f"the memory of {quote(name)} was replaced while it was about to be loaded into")
+
+
+def _check_writable(
+    addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.int64], targets: Sequence[Target]
+) -> None:
+    """Whether each destination may be written: a read-only map would end the process, not the load."""
+    begins, ends = _writable_maps()
+    if not begins:
+        return
+    at = np.maximum(np.searchsorted(np.array(begins, np.uint64), addresses, side="right") - 1, 0)
+    inside = (addresses >= np.array(begins, np.uint64)[at]) & (
+        addresses + sizes.astype(np.uint64) <= np.array(ends, np.uint64)[at]
+    )
+    outside = (sizes > 0) & ~inside
+    if outside.any():
+        name = targets[int(np.argmax(outside))].name
+        raise RequestError(
+            f"the memory of {quote(name)} cannot be written: a map of a file that is open for reading only? "
+            "Load into a copy (clone) of it"
+        )
+
+
+def _writable_maps() -> tuple[list[int], list[int]]:
+    """Begins and ends of this process's writable memory, ascending; nothing where the kernel does not say."""
+    begins: list[int] = []
+    ends: list[int] = []
+    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            span, access = line.split(maxsplit=2)[:2]
+            if "w" not in access:
+                continue
+            begin, end = (int(part, 16) for part in span.split("-"))
+            if ends and ends[-1] == begin:
+                ends[-1] = end
+            else:
+                begins.append(begin)
+                ends.append(end)
+    return begins, ends

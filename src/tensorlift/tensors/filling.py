@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,13 +54,9 @@ def fill(
     with contextlib.ExitStack() as stack:
         with clock.phase("plan"), collector_paused():
             # Engines first: they make their rings while names and shapes are compared.
-            nbytes, digest = int(checkpoint.sizes[rows].sum()), expected is not None
-            directs: dict[torch.device, Direct] = {}
-            for device in {tensor.device for tensor in tensors.values()}:
-                if device.type in ("cpu", "cuda"):
-                    memory = memories.for_device(device)
-                    directs[device] = Direct(memory, options, nbytes, clock.trace, digest=digest)
-                    stack.callback(directs[device].close)
+            directs = _engines(tensors.values(), checkpoint, rows, options, clock, expected is not None)
+            for direct in directs.values():
+                stack.callback(direct.close)
             found = match(tensors, checkpoint, rows.tolist(), _asked(names, list(tensors)))
             if strict:
                 _check_names(found, checkpoint)
@@ -72,8 +68,10 @@ def fill(
             for device, direct in directs.items():
                 direct.plan(checkpoint, targets[device], expected)
         report = stack.enter_context(reporter(options.progress))
-        # Also after a failure, which leaves them half written.
+        # Also after a failure, which leaves them half written; when nothing is written any more.
         stack.callback(_bump_versions, found.direct)
+        for direct in directs.values():
+            stack.callback(direct.close)
         progress = _Progress(report, int(checkpoint.sizes[used].sum()), [*directs.values()])
         for direct in directs.values():
             direct.start()
@@ -99,6 +97,23 @@ def fill(
     parts = [direct.stats() for direct in directs.values()] + [transfer.stats() for transfer in copied]
     stats = merged(parts, seconds=dict(clock.seconds), files=len(np.unique(checkpoint.shard_of[used])))
     return Filled(found.missing, found.unexpected, stats)
+
+
+def _engines(
+    tensors: Iterable[torch.Tensor],
+    checkpoint: Checkpoint,
+    rows: npt.NDArray[np.int64],
+    options: LoadOptions,
+    clock: Clock,
+    digest: bool,
+) -> dict[torch.device, Direct]:
+    """One for each device that there are tensors on."""
+    nbytes = int(checkpoint.sizes[rows].sum())
+    return {
+        device: Direct(memories.for_device(device), options, nbytes, clock.trace, digest=digest)
+        for device in {tensor.device for tensor in tensors}
+        if device.type in ("cpu", "cuda")
+    }
 
 
 def _asked(names: Names, known: list[str]) -> Callable[[str], bool]:

@@ -71,7 +71,10 @@ class Part:
             # In one step: what an interrupt leaves outside of this is never given back.
             self.arenas.update(zip(begun, memory.allocate(sizes), strict=True))
         for arena in begun:
-            self._addresses[arena] = self.arenas[arena].address
+            held = self.arenas.get(arena)
+            if held is None:
+                raise RequestError("the load was closed")
+            self._addresses[arena] = held.address
         return sum(sizes)
 
     def pieces(self, first: int, last: int) -> npt.NDArray[Any]:

@@ -71,10 +71,11 @@ class Transfer(Running):
 
         ``digest``: add() will give digests that wait() compares with.
         """
-        super().__init__(memory, options, nbytes, trace=clock.trace, digest=digest)
+        # What close() wants comes first: an interrupt may end this anywhere.
         self.clock = clock
         self._rules = rules
         self._parts: list[Part] = []
+        super().__init__(memory, options, nbytes, trace=clock.trace, digest=digest)
         self._batches: list[tuple[Part, int]] = []
         self._tickets: list[int] = []
         self._pieces = 0
