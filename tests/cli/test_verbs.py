@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,15 @@ def test_doctor_without_room_for_its_file_says_where(monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Children get SIGINT also where this run was started in the background, where shells have it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_is_130_without_a_traceback(written: Written) -> None:
     command = [sys.executable, "-m", "tensorlift", "load", str(written.path), "--repeat", "1000000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -226,6 +236,7 @@ def test_ctrl_c_is_130_without_a_traceback(written: Written) -> None:
     assert err == "interrupted\n"
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_that_meets_a_finaliser_is_sent_again() -> None:
     program = """
 import os, signal, time
