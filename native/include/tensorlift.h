@@ -172,8 +172,9 @@ TL_API tl_status tl_backend_probe(uint32_t backend, const char *path, tl_error *
 /* Tries to open the device's driver library and to count devices. Blocks. */
 TL_API tl_status tl_driver_probe(int32_t device_kind, int32_t *device_count, tl_error *error);
 
-/* Creates an engine; without TL_OPTION_WARM no thread starts and nothing is pinned before the first piece. For a device the driver has to be
- * initialised by the caller and its primary context to exist (torch does both). Freed by tl_engine_destroy. Blocks. */
+/* Creates an engine; without TL_OPTION_WARM no thread starts and nothing is pinned before the first piece. For a device
+ * the driver has to be initialised by the caller and its primary context to exist (torch does both). Freed by
+ * tl_engine_destroy. Blocks. */
 TL_API tl_status tl_engine_create(const tl_options *options, tl_engine **engine, tl_error *error);
 
 /* Names a file for pieces. It is opened at its first read and closed when no submitted piece is left of it. If inode is

@@ -1,9 +1,6 @@
 #include "engine.hpp"
 
-#include <sys/stat.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 
 namespace tl {
@@ -236,7 +233,6 @@ void Engine::slot_copied(uint64_t slot_index, uint64_t begin_ns) {
     uint64_t nbytes = 0;
     for (const Copy &copy : slot.copies) nbytes += copy.nbytes;
     trace_.end(begin_ns, TL_STAGE_COPY, -1, 0, nbytes);
-    while (freed_slots_ < slots_submitted_ && slots_[freed_slots_ - first_slot_]->copied) freed_slots_++;
     retire();
     work_cv_.notify_all();
 }
@@ -248,7 +244,6 @@ void Engine::advance_landed() {
         ticket = slots_[landed_slots_ - first_slot_]->ticket;
         landed_slots_++;
     }
-    if (!device_) freed_slots_ = landed_slots_;  // nothing is copied
     if (ticket) {
         landed_.store(ticket, std::memory_order_release);
         done_cv_.notify_all();
@@ -258,7 +253,7 @@ void Engine::advance_landed() {
 
 // Under mutex_.
 void Engine::retire() {
-    while (!slots_.empty() && first_slot_ < std::min(landed_slots_, freed_slots_)) {
+    while (!slots_.empty() && slots_.front()->landed && (slots_.front()->copied || !device_)) {
         slots_.pop_front();
         first_slot_++;
     }

@@ -142,7 +142,6 @@ private:
     std::deque<Slot *> filled_;  // to be digested by a copying thread
     uint64_t slots_submitted_ = 0;
     uint64_t landed_slots_ = 0;  // leading slots that have landed
-    uint64_t freed_slots_ = 0;   // leading slots that nothing uses any more
     std::vector<uint64_t> free_places_;
     uint64_t pieces_submitted_ = 0;
     std::vector<Digest> digests_;      // by piece; empty until one is asked for

@@ -199,7 +199,7 @@ def check_together(
     """What concerns several files, of all parts of a checkpoint in their order; raises as join()."""
     shards = [shard for part in parts for shard in part.shards]
     if weight_map is not None:
-        listed = sum(map(_listed_here(weight_map), shards, members))
+        listed = sum(_listed_in(s, weight_map, member) for s, member in zip(shards, members, strict=True))
         if listed != len(weight_map):
             _refuse_unlisted(shards, where, weight_map, members)
         if listed == sum(len(part.names) for part in parts):
@@ -238,9 +238,9 @@ def _distinct(shards: Sequence[Shard]) -> list[Shard]:
     return list(first.values())
 
 
-def _listed_here(weight_map: Mapping[str, str]) -> Callable[[Shard, str], int]:
+def _listed_in(shard: Shard, weight_map: Mapping[str, str], member: str) -> int:
     """How many of a shard's tensors the index gives to it."""
-    return lambda shard, member: list(map(weight_map.get, shard.header.names)).count(member)
+    return list(map(weight_map.get, shard.header.names)).count(member)
 
 
 def _refuse_unlisted(
@@ -264,7 +264,7 @@ def _refuse_unlisted(
 def _kept(shard: Shard, weight_map: Mapping[str, str], member: str) -> list[int] | None:
     """Rows of a shard that the index does not give to another one; None for all."""
     names = shard.header.names
-    if _listed_here(weight_map)(shard, member) == len(names):
+    if _listed_in(shard, weight_map, member) == len(names):
         return None
     rows = [i for i, name in enumerate(names) if weight_map.get(name, member) == member]
     return None if len(rows) == len(names) else rows

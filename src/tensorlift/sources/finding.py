@@ -56,6 +56,11 @@ class Found:
     left_out: tuple[str, ...] = ()
     """Safetensors files of the folder that are not part of the checkpoint."""
 
+    @property
+    def members(self) -> list[str]:
+        """The name of each file in the index; empty ones where there is none."""
+        return [source.member or "" for source in self.files]
+
 
 def file_bytes(found: Found) -> int:
     """Bytes of all files now; what cannot be asked counts nothing, for reading its header tells why."""

@@ -40,7 +40,7 @@ def read_headers(found: Found) -> Checkpoint:
     operating system refuses.
     """
     shards = [_parsed(*read) for read in _read_all(found.files)]
-    return join(shards, found.where, found.weight_map, [source.member or "" for source in found.files])
+    return join(shards, found.where, found.weight_map, found.members)
 
 
 def read_headers_in_parts(found: Found) -> Generator[Checkpoint, None, None]:
@@ -50,7 +50,7 @@ def read_headers_in_parts(found: Found) -> Generator[Checkpoint, None, None]:
     parts: list[Checkpoint] = []
     some: list[Shard] = []
     seen: set[tuple[int, int]] = set()
-    members = [source.member or "" for source in found.files]
+    members = found.members
     begin, wanted, held = 0, 0, 0
     for at, (source, info, raw) in enumerate(_read_all(found.files)):
         shard = _parsed(source, info, raw)
@@ -139,7 +139,7 @@ def _work(
         ended.append(None)
 
 
-def _read(source: Source) -> tuple[Source, os.stat_result, bytes]:
+def _read(source: Source) -> _Read:
     """The JSON bytes of a file's header."""
     try:
         # O_NONBLOCK: opening a named pipe that took the file's place must not wait for a writer.

@@ -109,13 +109,10 @@ def _check_writable(
 ) -> None:
     """Whether each destination may be written: a read-only map would end the process, not the load."""
     begins, ends = _writable_maps()
-    if not begins:
+    if not len(begins):
         return
-    at = np.maximum(np.searchsorted(np.array(begins, np.uint64), addresses, side="right") - 1, 0)
-    inside = (addresses >= np.array(begins, np.uint64)[at]) & (
-        addresses + sizes.astype(np.uint64) <= np.array(ends, np.uint64)[at]
-    )
-    outside = (sizes > 0) & ~inside
+    at = np.maximum(np.searchsorted(begins, addresses, side="right") - 1, 0)
+    outside = (sizes > 0) & ((addresses < begins[at]) | (addresses + sizes.astype(np.uint64) > ends[at]))
     if outside.any():
         name = targets[int(np.argmax(outside))].name
         raise RequestError(
@@ -124,7 +121,7 @@ def _check_writable(
         )
 
 
-def _writable_maps() -> tuple[list[int], list[int]]:
+def _writable_maps() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Begins and ends of this process's writable memory, ascending; nothing where the kernel does not say."""
     begins: list[int] = []
     ends: list[int] = []
@@ -139,4 +136,4 @@ def _writable_maps() -> tuple[list[int], list[int]]:
             else:
                 begins.append(begin)
                 ends.append(end)
-    return begins, ends
+    return np.array(begins, np.uint64), np.array(ends, np.uint64)

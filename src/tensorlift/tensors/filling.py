@@ -50,8 +50,12 @@ def fill(
     expected: Expected | None = None,
 ) -> Filled:
     """Fills the tensors of ``model`` from the selected ``rows``; see loading.load_into."""
-    tensors, copied = tensors_of(model), list[Transfer]()
+    tensors = tensors_of(model)
+    changed: list[Target] = []
+    copied: list[Transfer] = []
     with contextlib.ExitStack() as stack:
+        # Also after a failure, which leaves them half written; when nothing is written any more.
+        stack.callback(_bump_versions, changed)
         with clock.phase("plan"), collector_paused():
             # Engines first: they make their rings while names and shapes are compared.
             directs = _engines(tensors.values(), checkpoint, rows, options, clock, expected is not None)
@@ -68,10 +72,7 @@ def fill(
             for device, direct in directs.items():
                 direct.plan(checkpoint, targets[device], expected)
         report = stack.enter_context(reporter(options.progress))
-        # Also after a failure, which leaves them half written; when nothing is written any more.
-        stack.callback(_bump_versions, found.direct)
-        for direct in directs.values():
-            stack.callback(direct.close)
+        changed += found.direct
         progress = _Progress(report, int(checkpoint.sizes[used].sum()), [*directs.values()])
         for direct in directs.values():
             direct.start()
