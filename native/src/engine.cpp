@@ -212,7 +212,7 @@ void Engine::part_done(Chunk *chunk, bool by_reader) {
 void Engine::slot_filled(Slot *slot) {
     if (stopping()) return;
     // Before the copy: after it the slot may be filled again.
-    if (!slot->digests.empty()) digest_slot(*slot);
+    if (!slot->digests.empty()) digest_slot(slot);
     const uint64_t index = slot->index;
     if (device_) {
         uint64_t copies = 0;

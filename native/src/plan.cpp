@@ -59,7 +59,8 @@ uint64_t PlanBuilder::take(const tl_piece &rest, bool joins) {
         close();
         return 0;
     }
-    if (whole) slot.digests.push_back({pieces_, shape_.device ? where : rest.destination, taken});
+    if (whole)
+        slot.digests.push_back({pieces_, rest.file_offset, taken, shape_.device ? where : rest.destination});
     if (!shape_.device) {
         stage(rest.file, {rest.file_offset, taken, rest.destination});
         used_ += taken;

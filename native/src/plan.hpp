@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common.hpp"
+#include "digest.hpp"
 
 namespace tl {
 
@@ -27,11 +28,18 @@ struct Copy {
     uint64_t destination;
 };
 
-// Bytes of a piece that are to be digested once the slot is filled.
+// Bytes of a piece that are to be digested, at the latest once the slot is filled.
 struct DigestJob {
     uint64_t piece;  // counted over the engine's life
-    uint64_t where;  // as in Fill
+    uint64_t file_offset;
     uint64_t nbytes;
+    uint64_t where;  // as in Fill
+    bool made = false;
+    Digest digest{};
+
+    uint64_t end() const {
+        return file_offset + nbytes;
+    }
 };
 
 struct Slot;
