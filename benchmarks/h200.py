@@ -1,151 +1,251 @@
-"""One run on a CUDA machine: bytes first, then load() and load_into() against the pinned copy rate.
+"""The table of one CUDA device: loads against its link, its disk, other loaders and themselves.
 
-    python benchmarks/h200.py [--layers 24] [--shards 16] [--folder /dev/shm/tensorlift]
+    python benchmarks/h200.py --rows 1,2,6                 # all of a tmpfs
+    python benchmarks/h200.py --rows 3,4,5 --disk /data    # a folder on a disk
+    python benchmarks/h200.py --rows all --rival-path FOLDER
 
-Checkpoints are made in a tmpfs: Qwen3-30B-A3B's geometry, of which 24 layers are 31 GB, then NVFP4 experts,
-of which 30,000 groups are 26.5 GB in 120,000 tensors. The link is the higher of two rates of a pinned 1 GiB
-copy, measured in this process before and after the loads; both are printed. The clock of a load starts with
-the CUDA context there and no ring, and ends synchronised, all tensors held; the first load is kept in the
-file and does not count. The file goes to $OUT if that is set, else to benchmarks/results.
+    1        load(), 31 GB in 9,435 tensors, tmpfs: of the link, and in turn with InstantTensor, owned tensors
+    2        load_into() existing parameters: of the link, and in turn with InstantTensor's views
+    3 4 5    load(), 8.7 GB on a disk: warm against tmpfs, cold against a bare direct loop, half cached
+             against what both predict
+    6        load(), 26.5 GB in 120,000 tensors, tmpfs: of the link
+    7        beside a Python thread that never rests: what is compared is told in bench/busy_rows.py
+    8        load(), 4 KiB: against load_file of safetensors
+    9        load(), all 48 layers, 61 GB, tmpfs, as row 1: wants that much of tmpfs and of device memory
+    arena    row 1 by arena_size, and what each size holds back
+    threads  rows 1 and 3 with 4 and with 2 threads, and what so many threads can do at best
+    verify   row 1 with verify=True against without
+
+Checkpoints have the geometry of Qwen3-30B-A3B, row 6 that of NVFP4 experts. Bytes come first: each checkpoint
+is compared with the plain library. Everything takes turns with what it is compared with; medians, the first
+sample does not count; half a second before each sample the memory of the one before was given back. The link
+is the higher of two rates of a pinned 1 GiB copy, before and after the samples of a row. A row that fails
+does not stop the others, and the file is written after each: to $OUT if that is set, else to
+benchmarks/results. The bare loops want a C compiler, or --ceiling-program, compiled elsewhere:
+cc -std=c11 -O2 -pthread -static -o ceiling src/tensorlift/bench/ceiling.c
+
+--device cpu tries the script where there is no device: its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
-import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tensorlift.bench import machine
-from tensorlift.bench.cases import Case, nvfp4_moe, qwen3_moe
-from tensorlift.bench.parity import compare_bytes
-from tensorlift.bench.pinned import COPY_BYTES, pinned_copy_rate
-from tensorlift.bench.report import Row, Series, show_rows, write_report
-from tensorlift.loading import load, load_into
+from tensorlift.bench import instanttensor, machine
+from tensorlift.bench.busy_rows import busy_rows
+from tensorlift.bench.cases import Case, Spec, nvfp4_moe, qwen3_moe, write_shards
+from tensorlift.bench.ceilings import Ceilings
+from tensorlift.bench.device_bench import Cases, DeviceBench
+from tensorlift.bench.device_rows import (
+    into_rows,
+    load_rows,
+    many_rows,
+    sweep_rows,
+    thread_rows,
+    tiny_rows,
+    verify_rows,
+)
+from tensorlift.bench.disk_rows import cached_before, cold_rows, half_rows, warm_rows
+from tensorlift.bench.held_back import HeldBack, show_held_back
+from tensorlift.bench.pinned import COPY_BYTES
+from tensorlift.bench.report import Row, show_rows, write_report
+from tensorlift.bench.samples import Sampler, say
+from tensorlift.errors import MachineError
 
-# Device memory that was just given back to the driver is cleared in the background, and copies run at half
-# the rate meanwhile: for 55 ms after 16 GB and for 80 ms after 26 GB (one H200). A load in a new process does
-# not meet that, nor may one here meet it for the load before it.
-SETTLE_SECONDS = 0.5
+RESULTS = Path(__file__).resolve().parent / "results"
+# Loads of twice the bytes: fewer samples tell as much.
+WHOLE_RUNS = 3
 
-
-def sample(series: Series, device: torch.device, work: Callable[[], Any]) -> None:
-    """One timed load, with what its statistics say; its tensors are gone afterwards."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.synchronize(device)
-    time.sleep(SETTLE_SECONDS)
-    start = time.perf_counter()
-    result = work()
-    torch.cuda.synchronize(device)
-    series.seconds.append(time.perf_counter() - start)
-    stats = getattr(result, "stats", result)
-    series.notes.append(stats.to_dict() if hasattr(stats, "to_dict") else {})
-    print(f"{series.name}: {series.seconds[-1]:.3f} s", file=sys.stderr, flush=True)
-
-
-def check_bytes(case: Case, device: torch.device) -> int:
-    """Compares every tensor with the plain safetensors loader on the same device."""
-    state = load(case.folder, device=str(device))
-    count = compare_bytes(state, case.files, str(device))
-    print(
-        f"{case.folder}: {count} tensors, {case.nbytes / 1e9:.2f} GB, right bytes",
-        file=sys.stderr,
-        flush=True,
-    )
-    return count
+Measure = Callable[[DeviceBench], list[Row]]
 
 
-def measure_load(case: Case, device: torch.device, runs: int) -> Series:
-    """load() again and again."""
-    series = Series(f"load, {case.tensors} tensors", case.nbytes)
-    for _ in range(runs):
-        sample(series, device, lambda: load(case.folder, device=str(device)))
-    return series
+def all_thread_rows(bench: DeviceBench) -> list[Row]:
+    rows: list[Row] = []
+    for threads in (4, 2):
+        rows += thread_rows(bench, "large", threads)
+    for threads in (4, 2):
+        rows += thread_rows(bench, "disk", threads, cached_before(bench, bench.cases.get("disk"), 1.0))
+    return rows
 
 
-def measure_into(case: Case, device: torch.device, runs: int) -> Series:
-    """load_into() the tensors of one load."""
-    series = Series("load_into", case.nbytes)
-    state = dict(load(case.folder, device=str(device)))
-    for _ in range(runs):
-        sample(series, device, lambda: load_into(state, case.folder))
-    return series
+ROWS: dict[str, tuple[Measure, tuple[str, ...]]] = {
+    "1": (lambda bench: load_rows(bench, "large"), ("large",)),
+    "2": (into_rows, ("large",)),
+    "7": (busy_rows, ("large",)),
+    "arena": (sweep_rows, ("large",)),
+    "verify": (verify_rows, ("large",)),
+    "threads": (all_thread_rows, ("large", "disk")),
+    "3": (warm_rows, ("disk", "memory")),
+    "4": (cold_rows, ("disk",)),
+    "5": (half_rows, ("disk", "memory")),
+    "6": (many_rows, ("many",)),
+    "8": (tiny_rows, ("tiny",)),
+    "9": (lambda bench: load_rows(bench, "whole", WHOLE_RUNS), ("whole",)),
+}
+"""What measures each row, and the checkpoints that it wants; in the order in which they are measured."""
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/tensorlift"))
+    parser.add_argument("--rows", default="1,2,6", help=f"of {', '.join(ROWS)}; or all")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/tensorlift"), help="in a tmpfs")
+    parser.add_argument(
+        "--disk", type=Path, default=Path("build/h200"), help="a folder on the disk to measure"
+    )
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--runs", type=int, default=6, help="samples that count, of each")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--shards", type=int, default=16)
     parser.add_argument("--groups", type=int, default=30000, help="of small tensors; 4 tensors each")
-    parser.add_argument("--loads", type=int, default=7, help="the first does not count")
-    parser.add_argument("--intos", type=int, default=5, help="the first does not count")
-    parser.add_argument("--device", default="cuda:0")
-    return parser.parse_args()
+    parser.add_argument("--disk-layers", type=int, default=6)
+    parser.add_argument("--disk-shards", type=int, default=4)
+    parser.add_argument("--whole-layers", type=int, default=48)
+    parser.add_argument("--rival-path", type=Path, help="a folder to find instanttensor in")
+    parser.add_argument("--ceiling-program", type=Path, help="the bare loops, compiled already")
+    parser.add_argument("--commit", help="of the tree, where git is not there to tell")
+    options = parser.parse_args(argv)
+    wanted = [row.strip() for row in options.rows.split(",") if row.strip()]
+    unknown = [row for row in wanted if row not in ROWS and row != "all"]
+    if unknown:
+        parser.error(f"--rows: no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    options.rows = [row for row in ROWS if row in wanted or "all" in wanted]
+    return options
 
 
-def main() -> int:
-    options = arguments()
-    device = torch.device(options.device)
-    torch.cuda.set_device(device)
-    torch.cuda.synchronize(device)
-    shutil.rmtree(options.folder, ignore_errors=True)
-    try:
-        checked = [
-            check_bytes(qwen3_moe(options.folder / "one-layer", 1, 2), device),
-            check_bytes(nvfp4_moe(options.folder / "small", 5000, 2), device),
-        ]
-        shutil.rmtree(options.folder)
-        case = qwen3_moe(options.folder / "large", options.layers, options.shards)
-        checked.append(check_bytes(case, device))
-        gc.collect()
-        torch.cuda.empty_cache()
-        before = pinned_copy_rate(str(device))
-        loaded = measure_load(case, device, options.loads)
-        into = measure_into(case, device, options.intos)
-        shutil.rmtree(options.folder)
-        many = nvfp4_moe(options.folder / "many", options.groups, options.shards)
-        checked.append(check_bytes(many, device))
-        small = measure_load(many, device, options.loads)
-        after = pinned_copy_rate(str(device))
-    finally:
-        shutil.rmtree(options.folder, ignore_errors=True)
-
-    link = max(before, after)
-    what = "of the pinned copy rate"
-    rows = [
-        Row("load, tmpfs", what, loaded.rate / link, 0.90, True, [loaded]),
-        Row("load_into, tmpfs", what, into.rate / link, 0.90, True, [into]),
-        Row(f"load, tmpfs, {many.tensors} tensors", what, small.rate / link, 0.75, True, [small]),
-    ]
-    facts = machine.facts(options.folder.parent) | {
-        "gpu": torch.cuda.get_device_name(device),
-        "cuda": torch.version.cuda,
+def makers(options: argparse.Namespace) -> dict[str, Callable[[], Case]]:
+    folder, disk = options.folder, options.disk
+    halves = [Spec(f"{name}.weight", "BF16", (32, 32)) for name in ("a", "b")]
+    return {
+        "large": lambda: qwen3_moe(folder / "large", options.layers, options.shards),
+        "whole": lambda: qwen3_moe(folder / "whole", options.whole_layers, options.shards),
+        "many": lambda: nvfp4_moe(folder / "many", options.groups, options.shards),
+        "disk": lambda: qwen3_moe(disk / "disk", options.disk_layers, options.disk_shards),
+        "memory": lambda: qwen3_moe(folder / "memory", options.disk_layers, options.disk_shards),
+        "tiny": lambda: write_shards(folder / "tiny", [halves]),
     }
-    settings = {key: str(value) for key, value in vars(options).items()}
-    link_record = {"before": before, "after": after, "bytes": COPY_BYTES}
-    path = write_report(
-        Path(os.environ.get("OUT") or "benchmarks/results"),
-        "load",
-        facts,
-        settings,
-        rows,
-        link_bytes_per_second=link_record,
-        tensors_compared=checked,
-    )
-    show_rows(rows)
-    print(f"link: {before / 1e9:.2f} GB/s before, {after / 1e9:.2f} GB/s after; written: {path}")
-    return 0 if all(row.passed for row in rows) else 1
+
+
+class Report:
+    """The file: written again after each row, so that a run that is cut off leaves what it had."""
+
+    def __init__(self, options: argparse.Namespace, bench: DeviceBench) -> None:
+        self.rows: list[Row] = []
+        self.failed: list[dict[str, str]] = []
+        self.bench = bench
+        self.path: Path | None = None
+        self._theme = f"rows-{'-'.join(options.rows)}"
+        self._settings = {key: str(value) for key, value in vars(options).items()}
+        self._machine = machine.facts(options.folder.parent, options.disk)
+        if options.commit:
+            self._machine["commit"] = options.commit
+        if bench.sampler.is_cuda:
+            name = torch.cuda.get_device_name(options.device)
+            self._machine |= {"gpu": name, "cuda": torch.version.cuda}
+
+    def write(self) -> None:
+        """What there is so far."""
+        bench = self.bench
+        links = {
+            name: {"before": link.before, "after": link.after, "bytes": COPY_BYTES}
+            for name, link in bench.links.items()
+        }
+        self.path = write_report(
+            Path(os.environ.get("OUT") or RESULTS),
+            self._theme,
+            self._machine,
+            self._settings,
+            self.rows,
+            link_bytes_per_second=links,
+            tensors_compared=bench.cases.compared,
+            instanttensor=bench.rival or "there",
+            ceilings="there" if bench.ceilings is not None else "no compiler",
+            notes=bench.notes,
+            failed=self.failed,
+        )
+
+
+def measure(options: argparse.Namespace, bench: DeviceBench) -> Report:
+    """All rows that were asked for, each by itself."""
+    report = Report(options, bench)
+    for number, row in enumerate(options.rows):
+        later = options.rows[number:]
+        bench.cases.keep_only([case for name in later for case in ROWS[name][1]])
+        say(f"--- row {row}")
+        begin = time.perf_counter()
+        try:
+            found = ROWS[row][0](bench)
+            report.rows += found
+            show_rows(found)
+        except Exception as error:  # noqa: BLE001 - noted, and the other rows are still wanted
+            report.failed.append({"row": row, "error": f"{type(error).__name__}: {error}"})
+            report.failed[-1]["trace"] = traceback.format_exc()
+            say(report.failed[-1]["trace"])
+            # Its frames may hold what was loaded.
+            traceback.clear_frames(error.__traceback__)
+        say(f"--- row {row}: {time.perf_counter() - begin:.0f} s")
+        report.write()
+    return report
+
+
+def loops(program: Path | None) -> Ceilings | None:
+    try:
+        return Ceilings(program)
+    except MachineError as error:
+        say(f"no bare loops: {error}")
+        return None
+
+
+def show(report: Report) -> None:
+    """All tables, last of all."""
+    notes: dict[str, Any] = report.bench.notes
+    if "held_back" in notes:
+        fields = HeldBack.__dataclass_fields__
+        show_held_back([HeldBack(**{key: one[key] for key in fields}) for one in notes["held_back"]])
+    if "tiny" in notes:
+        print(f"4 KiB, the second load of a process: {notes['tiny']}")
+    show_rows(report.rows)
+    for name, link in report.bench.links.items():
+        print(f"link, {name}: {link.before / 1e9:.2f} GB/s before, {link.after / 1e9:.2f} GB/s after")
+    if report.bench.rival is not None:
+        print(f"not compared: {report.bench.rival}")
+    for failure in report.failed:
+        print(f"FAILED: row {failure['row']}: {failure['error']}")
+    print(f"written: {report.path}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments(argv)
+    sampler = Sampler(options.device, options.runs)
+    if sampler.is_cuda:
+        torch.cuda.set_device(torch.device(options.device))
+        torch.cuda.synchronize()
+        rival = instanttensor.obstacle(options.rival_path)
+    else:
+        rival = "InstantTensor loads to CUDA only"
+    if rival is not None:
+        say(f"not compared: {rival}")
+    options.disk.mkdir(parents=True, exist_ok=True)
+    cases = Cases(makers(options), options.device)
+    ceilings = loops(options.ceiling_program)
+    try:
+        report = measure(options, DeviceBench(sampler, cases, ceilings, rival))
+    finally:
+        cases.keep_only([])
+        if ceilings is not None:
+            ceilings.close()
+    show(report)
+    return 0 if not report.failed and all(row.passed for row in report.rows) else 1
 
 
 if __name__ == "__main__":

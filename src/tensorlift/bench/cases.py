@@ -34,6 +34,7 @@ __all__ = [
     "in_shards",
     "nvfp4_moe",
     "qwen3_moe",
+    "write_holes",
     "write_model",
     "write_shards",
 ]
@@ -167,6 +168,19 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Spec]], seed: int = 0, 
         raise MachineError(f"{error.filename or folder}: cannot write: {error.strerror}") from error
     tensors = sum(len(specs) for specs in shards)
     return Case(folder, tuple(folder / name for name in names), tensors, total)
+
+
+def write_holes(folder: Path, shards: Sequence[Sequence[Spec]]) -> Case:
+    """Files with the right headers and nothing but holes behind them: for what only headers decide."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for number, specs in enumerate(shards):
+        header, data = _header(specs)
+        files.append(folder / f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors")
+        files[-1].write_bytes(header)
+        os.truncate(files[-1], len(header) + data)
+    total = sum(spec.nbytes for specs in shards for spec in specs)
+    return Case(folder, tuple(files), sum(map(len, shards)), total)
 
 
 def _ordered(name: str, layers: int | None, shards: int | None) -> list[list[Spec]]:

@@ -1,12 +1,12 @@
 /* Bare loops that a load can be measured against, and the page cache's state. Threads and nothing else.
  *
- *   ceiling read prepared|fresh buffered|direct THREADS CHUNK LIMIT FILE...
+ *   ceiling read prepared|fresh|ring buffered|direct THREADS CHUNK LIMIT FILE...
  *                                reads all files, no more than LIMIT bytes unless that is 0; prints {"seconds", "bytes"}
  *   ceiling copy THREADS BYTES   copies memory, five times; prints {"seconds", "bytes"} of the fastest
  *   ceiling cached FILE...       prints {"cached", "bytes"}, asked by mincore
  *
  * prepared: memory that has been written to before the clock starts. fresh: mapped inside the time, huge pages
- * advised. buffered: pread through the page cache. direct: pread with O_DIRECT, THREADS reads in flight.
+ * advised. ring: 128 MiB of prepared memory for all bytes, over and over, as what passes through pinned slots. buffered: pread through the page cache. direct: pread with O_DIRECT, THREADS reads in flight.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -24,6 +24,7 @@
 
 #define HUGE ((size_t)2 << 20)
 #define MAX_THREADS 256
+#define RING ((size_t)128 << 20)
 
 static void fail(const char *what, const char *where) {
     fprintf(stderr, "ceiling: %s: %s: %s\n", what, where, strerror(errno));
@@ -48,6 +49,7 @@ typedef struct job {
     int count;
     size_t chunk;
     char *memory;
+    size_t slots;       /* chunks of a ring; 0: every byte has its own place */
     atomic_size_t next; /* the next chunk, counted over all files */
 } job;
 
@@ -68,15 +70,16 @@ static int locate(const job *j, size_t n, int *file, size_t *offset) {
 static void *work(void *argument) {
     job *j = argument;
     int file;
-    size_t offset;
-    while (locate(j, atomic_fetch_add(&j->next, 1), &file, &offset)) {
+    size_t n, offset;
+    while (locate(j, n = atomic_fetch_add(&j->next, 1), &file, &offset)) {
         source *s = &j->sources[file];
+        char *to = j->slots ? j->memory + n % j->slots * j->chunk : j->memory + s->at + offset;
         size_t end = offset + j->chunk < s->size ? offset + j->chunk : s->size;
         while (offset < end) {
             /* Whole chunks are asked for, so that the last direct read is aligned too. */
-            ssize_t got = pread(s->fd, j->memory + s->at + offset, j->chunk, (off_t)offset);
+            ssize_t got = pread(s->fd, to, j->chunk, (off_t)offset);
             if (got <= 0) fail("read", s->path);
-            offset += (size_t)got;
+            offset += (size_t)got, to += got;
         }
     }
     return NULL;
@@ -108,7 +111,7 @@ static char *map(size_t nbytes) {
 
 static int run_read(char **arguments, int count) {
     if (count < 6) return 2;
-    int prepared = !strcmp(arguments[0], "prepared");
+    int ring = !strcmp(arguments[0], "ring"), prepared = ring || !strcmp(arguments[0], "prepared");
     int flags = !strcmp(arguments[1], "direct") ? O_DIRECT : 0;
     int threads = atoi(arguments[2]);
     job j = {.chunk = strtoull(arguments[3], NULL, 10), .count = count - 5};
@@ -121,6 +124,11 @@ static int run_read(char **arguments, int count) {
     if (prepared) {
         size_t total = open_all(j.sources, arguments + 5, j.count, flags, j.chunk, limit);
         for (int i = 0; i < j.count; i++) close(j.sources[i].fd);
+        if (ring) {
+            j.slots = RING / j.chunk ? RING / j.chunk : 1;
+            /* A chunk more: what is read after a short read may pass the end of its slot. */
+            total = (j.slots + 1) * j.chunk;
+        }
         memory = map(total);
         memset(memory, 1, total);
     }

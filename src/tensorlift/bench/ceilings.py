@@ -23,8 +23,12 @@ _TOLERANCE = 0.002
 class Ceilings:
     """The compiled program of ceiling.c, in a temporary folder: a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Path | None = None) -> None:
+        """``program``: one that was compiled elsewhere, for a machine without a compiler."""
         self._folder = tempfile.TemporaryDirectory(prefix="tensorlift-bench-")
+        if program is not None:
+            self._program = program.resolve()
+            return
         self._program = Path(self._folder.name, "ceiling")
         command = ["cc", "-std=c11", "-O2", "-pthread", "-o", str(self._program), str(_SOURCE)]
         try:
@@ -40,6 +44,10 @@ class Ceilings:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes the program; not one that was compiled elsewhere."""
         self._folder.cleanup()
 
     def read_seconds(
@@ -56,7 +64,8 @@ class Ceilings:
 
         Args:
             files: read from their first to their last byte.
-            memory: ``prepared`` (written to before the clock starts) or ``fresh`` (mapped inside the time).
+            memory: ``prepared`` (written to before the clock starts), ``fresh`` (mapped inside the time) or
+                ``ring`` (prepared, 128 MiB that are read into again and again: they stay in the caches).
             how: ``buffered`` or ``direct``.
             threads: threads, and so reads in flight.
             chunk_bytes: one read; a multiple of 4096.

@@ -51,14 +51,17 @@ class Row:
     what: str
     """What the ratio says, such as ``rate, of the bare loop``."""
     ratio: float
-    bar: float
+    bar: float | None
+    """None: the row only tells."""
     at_least: bool
     """The ratio has to be at least the bar; else at most."""
     series: list[Series]
 
     @property
     def passed(self) -> bool:
-        """The bar is reached."""
+        """The bar is reached, or there is none."""
+        if self.bar is None:
+            return True
         return self.ratio >= self.bar if self.at_least else self.ratio <= self.bar
 
     def record(self) -> dict[str, Any]:
@@ -113,8 +116,7 @@ def show_rows(rows: list[Row]) -> None:
             f"{series.name}: {series.median:.3f}" + (f" ({series.rate / 1e9:.2f})" if series.nbytes else "")
             for series in row.series
         )
-        bar = f"{'>=' if row.at_least else '<='} {row.bar:g}"
-        table.add_row(
-            f"{row.name}\n({row.what})", medians, f"{row.ratio:.3f}", bar, "ok" if row.passed else "NOT"
-        )
+        bar = "-" if row.bar is None else f"{'>=' if row.at_least else '<='} {row.bar:g}"
+        passed = "" if row.bar is None else "ok" if row.passed else "NOT"
+        table.add_row(f"{row.name}\n({row.what})", medians, f"{row.ratio:.3f}", bar, passed)
     Console(width=130, highlight=False, markup=False).print(table)

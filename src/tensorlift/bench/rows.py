@@ -15,6 +15,7 @@ from typing import Any
 from tensorlift.bench.cases import Case, nvfp4_moe
 from tensorlift.bench.ceilings import Ceilings
 from tensorlift.bench.report import Row, Series
+from tensorlift.bench.worker import disk_bytes
 from tensorlift.engine.sizing import EngineSize
 
 __all__ = ["Bench", "Timed"]
@@ -154,9 +155,9 @@ class Bench:
         timed()
         gc.collect()
         seen = self.ceilings.keep(case.files, share)
-        before = _disk_bytes()
+        before = disk_bytes()
         series.seconds.append(timed())
-        series.notes.append({"cached_before": seen, "disk_bytes": _disk_bytes() - before})
+        series.notes.append({"cached_before": seen, "disk_bytes": disk_bytes() - before})
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -206,11 +207,3 @@ def _opened(opener: Callable[..., Any], file: str) -> float:
     start = time.perf_counter()
     with opener(file, framework="pt"):
         return time.perf_counter() - start
-
-
-def _disk_bytes() -> int:
-    """Bytes that this process had storage fetch: proc(5), /proc/pid/io, read_bytes."""
-    for line in Path("/proc/self/io").read_text().splitlines():
-        if line.startswith("read_bytes:"):
-            return int(line.split()[1])
-    return 0

@@ -18,7 +18,7 @@ from typing import Any
 
 from tensorlift.bench.sampling import digest_of_names, tensor_facts
 
-__all__ = ["answer"]
+__all__ = ["answer", "disk_bytes", "reset_peak", "status_bytes"]
 
 _WATCH_SECONDS = 0.005
 
@@ -37,7 +37,7 @@ class _Watch:
 
     def look(self) -> None:
         """Once."""
-        status = _status()
+        status = status_bytes()
         self.anonymous = max(self.anonymous, status.get("RssAnon", 0))
         self.pinned = max(self.pinned, status.get("VmPin", 0), status.get("VmLck", 0))
         if self.free_before is not None:
@@ -70,19 +70,19 @@ def _load(request: dict[str, Any]) -> dict[str, Any]:
     where, _, function = request["adapter"].partition(":")
     adapter = getattr(importlib.import_module(where), function)
     _prepare(device)
-    _reset_peak()
-    before = _status()
-    disk = _disk_bytes()
+    reset_peak()
+    before = status_bytes()
+    disk = disk_bytes()
     watch = _Watch(device, request["watch"])
     start = time.perf_counter()
     state, kept = adapter(request["files"], device)
     _finish(device)
     seconds = time.perf_counter() - start
     watch.end()
-    after = _status()
+    after = status_bytes()
     found: dict[str, Any] = {
         "seconds": seconds,
-        "disk_bytes": _disk_bytes() - disk,
+        "disk_bytes": disk_bytes() - disk,
         "resident_peak_bytes": after.get("VmHWM", 0) - before.get("VmRSS", 0),
         "tensors": len(state),
         "names": digest_of_names(state),
@@ -129,7 +129,7 @@ def _device_free(device: str) -> Any:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def _reset_peak() -> None:
+def reset_peak() -> None:
     """Forgets the peak of resident memory: proc(5), /proc/pid/clear_refs, 5."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -137,7 +137,7 @@ def _reset_peak() -> None:
         print(f"the peak of resident memory counts the imports too: {error}", file=sys.stderr)
 
 
-def _status() -> dict[str, int]:
+def status_bytes() -> dict[str, int]:
     """The sizes in /proc/self/status, in bytes."""
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -147,7 +147,8 @@ def _status() -> dict[str, int]:
     return found
 
 
-def _disk_bytes() -> int:
+def disk_bytes() -> int:
+    """Bytes that this process had storage fetch: proc(5), /proc/pid/io, read_bytes."""
     for line in Path("/proc/self/io").read_text().splitlines():
         if line.startswith("read_bytes:"):
             return int(line.split()[1])
