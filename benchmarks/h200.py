@@ -60,6 +60,7 @@ from tensorlift.bench.pinned import COPY_BYTES
 from tensorlift.bench.report import Row, show_rows, write_report
 from tensorlift.bench.samples import Sampler, say
 from tensorlift.errors import MachineError
+from tensorlift.tensors.devices import parse_device
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # Loads of twice the bytes: fewer samples tell as much.
@@ -226,6 +227,7 @@ def show(report: Report) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
+    parse_device(options.device)  # says why where it is not there
     sampler = Sampler(options.device, options.runs)
     if sampler.is_cuda:
         torch.cuda.set_device(torch.device(options.device))
