@@ -16,7 +16,8 @@ drops afterwards stays, by the contract in docs/tensors.md.
 
 "twice" loads a target and then a draft, compares their bytes and drops each: what is left each time. The
 surroundings: default, expandable segments, and inside another use_mem_pool. The bar is 2 MiB more than the
-plain library in the same surroundings and use; for "twice", 2 MiB. --device cpu tries the script: its figures mean nothing.
+plain library in the same surroundings and use; for "twice", 2 MiB. --device cpu tries the script: its figures
+mean nothing.
 """
 
 from __future__ import annotations
