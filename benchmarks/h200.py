@@ -30,6 +30,7 @@ cc -std=c11 -O2 -pthread -static -o ceiling src/tensorlift/bench/ceiling.c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -112,6 +113,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--disk-layers", type=int, default=6)
     parser.add_argument("--disk-shards", type=int, default=4)
     parser.add_argument("--whole-layers", type=int, default=48)
+    parser.add_argument("--without-rival", action="store_true", help="leave InstantTensor out")
     parser.add_argument("--rival-path", type=Path, help="a folder to find instanttensor in")
     parser.add_argument("--ceiling-program", type=Path, help="the bare loops, compiled already")
     parser.add_argument("--commit", help="of the tree, where git is not there to tell")
@@ -229,12 +231,11 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     parse_device(options.device)  # says why where it is not there
     sampler = Sampler(options.device, options.runs)
+    rival: str | None = "InstantTensor loads to CUDA only"
     if sampler.is_cuda:
         torch.cuda.set_device(torch.device(options.device))
         torch.cuda.synchronize()
-        rival = instanttensor.obstacle(options.rival_path)
-    else:
-        rival = "InstantTensor loads to CUDA only"
+        rival = "left out" if options.without_rival else instanttensor.obstacle(options.rival_path)
     if rival is not None:
         say(f"not compared: {rival}")
     options.disk.mkdir(parents=True, exist_ok=True)
@@ -244,6 +245,10 @@ def main(argv: list[str] | None = None) -> int:
         report = measure(options, DeviceBench(sampler, cases, ceilings, rival))
     finally:
         cases.keep_only([])
+        for folder in (options.folder, options.disk):
+            for empty in (*folder.glob("*"), folder):
+                with contextlib.suppress(OSError):  # not empty: it was there before
+                    empty.rmdir()
         if ceilings is not None:
             ceilings.close()
     show(report)

@@ -373,6 +373,8 @@ def main(argv: list[str] | None = None) -> int:
             for file in case.folder.iterdir():
                 file.unlink()
             case.folder.rmdir()
+        with contextlib.suppress(OSError):  # not empty: it was there before
+            options.folder.rmdir()
     show(results)
     print(f"written: {path}")
     return 0 if good else 1
