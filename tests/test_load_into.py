@@ -365,7 +365,7 @@ def test_memory_that_is_taken_from_a_parameter_meanwhile_is_not_written_to(
 
         return then
 
-    name = "plan" if when == "before" else "start"
+    name = "start" if when == "before" else "wait"
     monkeypatch.setattr(Direct, name, replaced(getattr(Direct, name)))
     if when == "before":
         with pytest.raises(RequestError, match="memory of 't' was replaced"):

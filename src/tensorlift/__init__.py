@@ -40,7 +40,8 @@ from tensorlift.stats import LoadStats
 
 if TYPE_CHECKING:
     from tensorlift.compat import load_file, safe_open
-    from tensorlift.loading import Weights, load, load_into, open  # noqa: A004 - its public name
+    from tensorlift.loading import load, load_into, open  # noqa: A004 - its public name
+    from tensorlift.weights import Weights
 
 __all__ = [
     "BackendError",
@@ -74,7 +75,7 @@ __all__ = [
 ]
 
 _LATER = {
-    "Weights": "loading",
+    "Weights": "weights",
     "load": "loading",
     "load_file": "compat",
     "load_into": "loading",

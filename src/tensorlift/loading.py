@@ -18,31 +18,26 @@ import contextlib
 import dataclasses
 import os
 import re
-import threading
 import time
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 
 from tensorlift import sources
-from tensorlift.engine.sizing import Budget, budget
 from tensorlift.engine.trace import traced
-from tensorlift.errors import OptionError, RequestError
+from tensorlift.errors import OptionError
 from tensorlift.format.checkpoint import Checkpoint, Names
-from tensorlift.format.quoting import plural, quote
 from tensorlift.options import LoadOptions
-from tensorlift.plan.arenas import Rules
-from tensorlift.progress import Report, reporter
-from tensorlift.stats import LoadStats
-from tensorlift.tensors import devices
+from tensorlift.progress import finished, reporter, ticker
+from tensorlift.stats import LoadStats, timed
 from tensorlift.tensors import memory as memories
-from tensorlift.tensors.filling import Filled, fill
-from tensorlift.tensors.transfer import Clock, Transfer
+from tensorlift.tensors.filling import Asked, Filled, fill
+from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
+from tensorlift.weights import Weights
 
-__all__ = ["LoadedState", "Weights", "load", "load_into", "open"]
+__all__ = ["LoadedState", "load", "load_into", "open"]
 
 Verify: TypeAlias = "bool | str | os.PathLike[str] | Mapping[str, str] | None"
 
@@ -98,7 +93,7 @@ def load(
             with clock.phase("headers"):
                 checkpoint = sources.read_headers(found)
             state = load_tensors(checkpoint, memory, settings, clock, names)
-    state.stats = _timed(state.stats, time.perf_counter() - begin)
+    state.stats = timed(state.stats, time.perf_counter() - begin)
     return state
 
 
@@ -112,7 +107,7 @@ def load_tensors(
     """load() of a checkpoint whose headers are read; its ``stats`` lack the total."""
     rows = checkpoint.select(names)
     expected = sources.expected_digests(checkpoint, rows, settings)
-    rules = _rules(_budget(settings, memory), memory, uniform=False)
+    rules = rules_of(budget_of(settings, memory), memory, uniform=False)
     return _collected(Transfer.of(checkpoint, rows, memory, settings, rules, clock, expected), (), settings)
 
 
@@ -120,7 +115,7 @@ def _load_in_parts(
     found: sources.Found, memory: memories.Memory, settings: LoadOptions, clock: Clock
 ) -> LoadedState:
     """load() that reads tensors while other files' headers are still read and laid out."""
-    rules = _rules(_budget(settings, memory), memory, uniform=False)
+    rules = rules_of(budget_of(settings, memory), memory, uniform=False)
     transfer = Transfer(memory, settings, rules, sources.file_bytes(found), clock)
     with contextlib.closing(sources.read_headers_in_parts(found)) as parts:
         return _collected(transfer, _timed_parts(parts, clock), settings)
@@ -138,8 +133,8 @@ def _collected(transfer: Transfer, more: Iterable[Checkpoint], settings: LoadOpt
             for batch in range(transfer.batch_count):
                 state.update(zip(transfer.names(batch), transfer.tensors(batch), strict=True))
             if transfer.batch_count:
-                transfer.wait(transfer.batch_count - 1, _tick(report, transfer))
-            _finished(report, transfer.nbytes)
+                transfer.wait(transfer.batch_count - 1, ticker(report, transfer.bytes_done, transfer.nbytes))
+            finished(report, transfer.nbytes)
     except BaseException:
         # Closed before its tensors go: the engine may still be writing into them.
         transfer.close()
@@ -178,156 +173,6 @@ def open(
     return Weights(path, memories.for_device(device), names, settings)
 
 
-class Weights:
-    """An opened checkpoint: iterate once over (name, tensor) in file order; a context manager, though it need
-    not be.
-
-    Tensors are owned by whoever holds them. However the iteration ends, reads under way are stopped and
-    waited for, and memory that was read ahead goes back; an exception of the consumer comes out as it is.
-    """
-
-    def __init__(self, path: Any, memory: memories.Memory, names: Names, settings: LoadOptions) -> None:
-        """Made by open()."""
-        begin = time.perf_counter()
-        self._memory, self._settings = memory, settings
-        with contextlib.ExitStack() as ending:
-            self._clock = Clock(ending.enter_context(traced(settings.trace)))
-            self._checkpoint = _headers(path, self._clock)
-            self._rows = self._checkpoint.select(names)
-            self._expected = sources.expected_digests(self._checkpoint, self._rows, settings)
-            # From here on the end of the pass, or close(), ends the trace.
-            self._ending = ending.pop_all()
-        self._pass: _Pass | None = None
-        self._opening = time.perf_counter() - begin
-        self._generator: Callable[[], Generator[tuple[str, torch.Tensor], None, None] | None] = lambda: None
-        self._closed = False
-
-    def __repr__(self) -> str:
-        """What, where to, and whether it can be iterated over still."""
-        state = "closed" if self._closed else "open" if self._pass is None else "iterated over"
-        count = plural(len(self._rows), "tensor")
-        return f"<Weights of {quote(self._checkpoint.where)}: {count} for {self.device}, {state}>"
-
-    def __enter__(self) -> Weights:
-        """Itself."""
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        """Closes."""
-        self.close()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors come to."""
-        return self._memory.device
-
-    @property
-    def metadata(self) -> dict[str, str] | None:
-        """The free-form metadata of the checkpoint; None where there is none."""
-        return self._checkpoint.metadata
-
-    @property
-    def stats(self) -> LoadStats:
-        """What was done so far; time that the consumer took between tensors is not in it."""
-        if self._pass is None:
-            return LoadStats(seconds={**self._clock.seconds, "total": self._opening})
-        return _timed(self._pass.transfer.stats(), self._opening + self._pass.seconds)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the selected tensors, in file order."""
-        return [self._checkpoint.names[row] for row in self._rows.tolist()]
-
-    def __len__(self) -> int:
-        """Number of selected tensors."""
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Starts reading; raises RequestError the second time and after close()."""
-        if self._closed:
-            raise RequestError("these weights are closed; open the checkpoint again")
-        if self._pass is not None:
-            raise RequestError(
-                "these weights were iterated over already; open the checkpoint again for another pass"
-            )
-        devices.check_kind(self._memory.device)
-        begin = time.perf_counter()
-        settings, memory = self._settings, self._memory
-        limits = _budget(settings, memory)
-        rules = _rules(limits, memory, uniform=True)
-        transfer = Transfer.of(
-            self._checkpoint, self._rows, memory, settings, rules, self._clock, self._expected
-        )
-        self._pass = _Pass(transfer, limits.buffer_size, self._ending)
-        self._pass.seconds = time.perf_counter() - begin
-        generator = self._pass.run(settings)
-        # Weakly, and the generator does not know this object: a consumer that drops it ends the pass at once.
-        self._generator = weakref.ref(generator)
-        return generator
-
-    def close(self) -> None:
-        """Ends the pass: stops reads and waits for them, gives memory back. Tensors handed out stay."""
-        self._closed = True
-        if self._pass is not None:
-            # Another thread may be inside the generator; closing the transfer makes its wait fail.
-            self._pass.transfer.close()
-        generator = self._generator()
-        # That of another thread ends by its own next step, which fails now: closed from here it would look as
-        # if it had come to its end, or refuse the other thread's step.
-        if generator is not None and self._pass is not None and self._pass.thread == threading.get_ident():
-            # It runs already where this is called below it, from a signal's handler or to tell of progress.
-            with contextlib.suppress(ValueError):
-                generator.close()
-        self._ending.close()
-
-
-class _Pass:
-    """One pass over a transfer, reading ahead."""
-
-    def __init__(self, transfer: Transfer, buffer_size: int, ending: contextlib.ExitStack) -> None:
-        self.transfer, self._buffer_size, self._ending = transfer, buffer_size, ending
-        self.seconds = 0.0
-        self.thread = 0
-        """Of the consumer's last step."""
-
-    def run(self, settings: LoadOptions) -> Generator[tuple[str, torch.Tensor], None, None]:
-        transfer = self.transfer
-        begin = time.perf_counter()
-        self.thread = threading.get_ident()
-        try:
-            with self._ending, reporter(settings.progress) as report:
-                # Before the trace ends: it wants what the engine has kept.
-                self._ending.callback(transfer.close)
-                for batch in range(transfer.batch_count):
-                    self._read_ahead(batch)
-                    transfer.wait(batch, _tick(report, transfer))
-                    # Popped one by one: a tensor that the consumer drops is gone while the pass goes on.
-                    tensors = transfer.tensors(batch)
-                    tensors.reverse()
-                    for name in transfer.names(batch):
-                        self.seconds += time.perf_counter() - begin
-                        yield name, tensors.pop()
-                        begin = time.perf_counter()
-                        self.thread = threading.get_ident()
-                    transfer.finish(batch)
-                _finished(report, transfer.nbytes)
-        finally:
-            self.seconds += time.perf_counter() - begin
-
-    def _read_ahead(self, batch: int) -> None:
-        """Submits as many batches as the bound allows, in one go; the one that is due in any case."""
-        transfer = self.transfer
-        count, ahead = 0, transfer.held_bytes
-        while (due := transfer.submitted + count) < transfer.batch_count:
-            cost = transfer.cost(due)
-            if due > batch and ahead + cost > self._buffer_size:
-                break
-            ahead += cost
-            count += 1
-        if count:
-            transfer.submit(count)
-
-
 def load_into(
     model: torch.nn.Module | dict[str, torch.Tensor],
     path: Any,
@@ -360,39 +205,15 @@ def load_into(
         names = list(names)
     with traced(settings.trace) as trace:
         clock = Clock(trace)
-        checkpoint = _headers(path, clock)
-        rows = checkpoint.select(names)
-        expected = sources.expected_digests(checkpoint, rows, settings)
-        filled = fill(model, checkpoint, rows, names, strict, settings, clock, expected)
-    return Filled(
-        filled.missing_keys, filled.unexpected_keys, _timed(filled.stats, time.perf_counter() - begin)
-    )
+        with clock.phase("headers"):
+            found = sources.find(path)
 
+        def ask() -> Asked:
+            with clock.phase("headers"):
+                checkpoint = sources.read_headers(found)
+            rows = checkpoint.select(names)
+            return Asked(checkpoint, rows, sources.expected_digests(checkpoint, rows, settings))
 
-def _headers(path: Any, clock: Clock) -> Checkpoint:
-    with clock.phase("headers"):
-        return sources.read_headers(sources.find(path))
-
-
-def _budget(settings: LoadOptions, memory: memories.Memory) -> Budget:
-    return budget(settings, device=memory.native_kind != 0, free=memory.free_bytes())
-
-
-def _rules(limits: Budget, memory: memories.Memory, *, uniform: bool) -> Rules:
-    return Rules(limits.arena_size, device=memory.native_kind != 0, uniform=uniform)
-
-
-def _tick(report: Report | None, transfer: Transfer) -> Callable[[], object] | None:
-    if report is None:
-        return None
-    total = transfer.nbytes
-    return lambda: report(min(transfer.bytes_done(), total), total)
-
-
-def _finished(report: Report | None, total: int) -> None:
-    if report is not None:
-        report(total, total)
-
-
-def _timed(stats: LoadStats, total: float) -> LoadStats:
-    return dataclasses.replace(stats, seconds={**stats.seconds, "total": total})
+        nbytes = sources.file_bytes(found) if names is None else None
+        filled = fill(model, ask, names, strict, settings, clock, nbytes)
+    return dataclasses.replace(filled, stats=timed(filled.stats, time.perf_counter() - begin))

@@ -26,6 +26,17 @@ def reporter(progress: bool | Report | None) -> Iterator[Report | None]:
         yield None
 
 
+def ticker(report: Report | None, done: Callable[[], int], total: int) -> Callable[[], object] | None:
+    """What tells ``report`` of the bytes done, or None where nobody wants to know."""
+    return None if report is None else lambda: report(min(done(), total), total)
+
+
+def finished(report: Report | None, total: int) -> None:
+    """Tells that all is done."""
+    if report is not None:
+        report(total, total)
+
+
 @contextlib.contextmanager
 def bar(force: bool = False) -> Iterator[Report]:
     """A bar in bytes on stderr, gone at the end; ``force``: drawn also where stderr is no terminal."""

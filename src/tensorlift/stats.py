@@ -23,9 +23,10 @@ class LoadStats:
     """What a load did. Sizes are bytes, times seconds of the wall clock.
 
     ``seconds`` has the phases ``headers`` (finding files, reading headers), ``plan`` (selecting, laying out),
-    ``allocate`` (arenas), ``read`` (waiting for bytes), ``hand_out`` (making tensors, copies into
-    parameters), ``close`` and ``total``. Reading goes on behind all phases after ``allocate``; ``total`` is
-    the whole load, without the time in which a consumer held the iterator.
+    ``allocate`` (arenas), ``submit`` (in load_into: handing pieces to the engine), ``read`` (waiting for
+    bytes), ``hand_out`` (making tensors, copies into parameters), ``close`` and ``total``. Reading goes on
+    behind all phases after the first ``allocate`` or ``submit``; ``total`` is the whole load, without the
+    time in which a consumer held the iterator.
     """
 
     bytes: int = 0
@@ -111,3 +112,8 @@ def merged(parts: list[LoadStats], **changes: Any) -> LoadStats:
         else:
             total[field.name] = sum(values)
     return LoadStats(**(total | changes))
+
+
+def timed(stats: LoadStats, total: float) -> LoadStats:
+    """The same with the seconds of the whole."""
+    return dataclasses.replace(stats, seconds={**stats.seconds, "total": total})

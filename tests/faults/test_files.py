@@ -15,6 +15,7 @@ from tensorlift import compat, loading
 from tensorlift.engine import abi
 from tensorlift.errors import FileError, TensorliftError, TruncatedError
 from tensorlift.options import BACKENDS
+from tensorlift.weights import Weights
 
 MIB = 1 << 20
 
@@ -33,7 +34,7 @@ def write(path: Path, seed: int = 0) -> Path:
     return write_safetensors(path, {f"t{k}": random_row("U8", [MIB], seed + k) for k in range(12)})
 
 
-def opened(path: Path, backend: str) -> loading.Weights:
+def opened(path: Path, backend: str) -> Weights:
     return loading.open(path, backend=backend, arena_size="1MiB", buffer_size="2MiB", chunk_size="64KiB")
 
 

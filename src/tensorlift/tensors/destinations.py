@@ -148,18 +148,22 @@ def _found(given: list[tuple[str, torch.Tensor, int]], checkpoint: Checkpoint) -
     if not (_PLAIN.issuperset(map(type, tensors)) and set(map(_LAYOUT, tensors)) == {torch.strided}):
         return list(map(_target, names, tensors, rows, wanted, shapes))
     devices = list(map(_DEVICE, tensors))
-    usable = {device for device in set(devices) if device.type in ("cpu", "cuda")}
+    if not {device.type for device in set(devices)} <= {"cpu", "cuda"}:
+        return list(map(_target, names, tensors, rows, wanted, shapes))
     fits = [
-        dtype is like and size == shape and dense and not (negated or conjugated) and device in usable
-        for dtype, like, size, shape, dense, negated, conjugated, device in zip(
+        dtype is like
+        and size == shape
+        and dense
+        and not negated
+        and not (like.is_complex and tensor.is_conj())
+        for tensor, dtype, like, size, shape, dense, negated in zip(
+            tensors,
             map(_DTYPE, tensors),
             wanted,
             map(_SHAPE, tensors),
             shapes,
             map(torch.Tensor.is_contiguous, tensors),
             map(torch.Tensor.is_neg, tensors),
-            map(torch.Tensor.is_conj, tensors),
-            devices,
             strict=True,
         )
     ]

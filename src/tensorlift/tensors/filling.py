@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tensorlift.engine.sizing import budget
 from tensorlift.errors import MismatchError, TensorNotFoundError
 from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.format.digests import Expected
 from tensorlift.format.quoting import clean, quote
 from tensorlift.options import LoadOptions
-from tensorlift.plan.arenas import Rules
 from tensorlift.progress import Report, reporter
 from tensorlift.stats import LoadStats, merged
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.destinations import Match, Target, match, tensors_of
 from tensorlift.tensors.direct import Direct
-from tensorlift.tensors.transfer import Clock, Transfer
+from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 from tensorlift.tensors.views import check_expressible, collector_paused
 
-__all__ = ["Filled", "fill"]
+__all__ = ["Asked", "Filled", "fill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +38,38 @@ class Filled:
     stats: LoadStats
 
 
+class Asked(NamedTuple):
+    """What is to be loaded: rows of a checkpoint, and the digests that they must have, if any."""
+
+    checkpoint: Checkpoint
+    rows: npt.NDArray[np.int64]
+    expected: Expected | None
+
+
 def fill(
     model: object,
-    checkpoint: Checkpoint,
-    rows: npt.NDArray[np.int64],
+    ask: Callable[[], Asked],
     names: Names,
     strict: bool,
     options: LoadOptions,
     clock: Clock,
-    expected: Expected | None = None,
+    nbytes: int | None = None,
 ) -> Filled:
-    """Fills the tensors of ``model`` from the selected ``rows``; see loading.load_into."""
+    """Fills the tensors of ``model`` from what ``ask()``, which reads headers, says; see loading.load_into.
+
+    ``nbytes``: of all that will be asked for, where that is known before: then engines make their rings
+    while headers are read.
+    """
     tensors = tensors_of(model)
-    changed: list[Target] = []
-    copied: list[Transfer] = []
     with contextlib.ExitStack() as stack:
-        # Also after a failure, which leaves them half written; when nothing is written any more.
-        stack.callback(_bump_versions, changed)
+        directs: dict[torch.device, Direct] = {}
+        if nbytes is not None:
+            with clock.phase("plan"):
+                _make_engines(directs, tensors, nbytes, options, clock, stack)
+        checkpoint, rows, expected = ask()
         with clock.phase("plan"), collector_paused():
-            # Engines first: they make their rings while names and shapes are compared.
-            directs = _engines(tensors.values(), checkpoint, rows, options, clock, expected is not None)
-            for direct in directs.values():
-                stack.callback(direct.close)
+            if nbytes is None:
+                _make_engines(directs, tensors, int(checkpoint.sizes[rows].sum()), options, clock, stack)
             found = match(tensors, checkpoint, rows.tolist(), _asked(names, list(tensors)))
             if strict:
                 _check_names(found, checkpoint)
@@ -72,49 +81,65 @@ def fill(
             for device, direct in directs.items():
                 direct.plan(checkpoint, targets[device], expected)
         report = stack.enter_context(reporter(options.progress))
-        changed += found.direct
         progress = _Progress(report, int(checkpoint.sizes[used].sum()), [*directs.values()])
-        for direct in directs.values():
-            direct.start()
+        with clock.phase("submit"):
+            for direct in directs.values():
+                direct.start()
+            _bump_versions(found.direct)
         with clock.phase("read"):
             for direct in directs.values():
                 direct.wait(progress.tick)
         if found.copied or found.ordered:
             for direct in directs.values():
                 direct.close()  # one ring at a time
-        held: dict[str, torch.Tensor] = {}
-        stack.callback(held.clear)
-        ordered = {target.name for target in found.ordered}
-        for device, some in _by_device([*found.copied, *found.ordered]).items():
-            memory = memories.for_device(device)
-            copied.append(_copying(checkpoint, some, memory, options, clock, expected))
-            stack.callback(copied[-1].close)
-            progress.parts.append(copied[-1])
-            _copy_all(copied[-1], some, ordered, held, progress.tick)
-        with clock.phase("hand_out"):
-            for target in found.ordered:
-                _copy(target.tensor, held.pop(target.name))
+        copied = _copy_others(found, checkpoint, options, clock, expected, progress, stack)
         progress.finish()
     parts = [direct.stats() for direct in directs.values()] + [transfer.stats() for transfer in copied]
     stats = merged(parts, seconds=dict(clock.seconds), files=len(np.unique(checkpoint.shard_of[used])))
     return Filled(found.missing, found.unexpected, stats)
 
 
-def _engines(
-    tensors: Iterable[torch.Tensor],
-    checkpoint: Checkpoint,
-    rows: npt.NDArray[np.int64],
+def _make_engines(
+    directs: dict[torch.device, Direct],
+    tensors: dict[str, torch.Tensor],
+    nbytes: int,
     options: LoadOptions,
     clock: Clock,
-    digest: bool,
-) -> dict[torch.device, Direct]:
+    stack: contextlib.ExitStack,
+) -> None:
     """One for each device that there are tensors on."""
-    nbytes = int(checkpoint.sizes[rows].sum())
-    return {
-        device: Direct(memories.for_device(device), options, nbytes, clock.trace, digest=digest)
-        for device in {tensor.device for tensor in tensors}
-        if device.type in ("cpu", "cuda")
-    }
+    digest = options.verify not in (None, False)
+    for device in {tensor.device for tensor in tensors.values()}:
+        if device.type in ("cpu", "cuda"):
+            memory = memories.for_device(device)
+            directs[device] = Direct(memory, options, nbytes, clock.trace, digest=digest)
+            stack.callback(directs[device].close)
+
+
+def _copy_others(
+    found: Match,
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    clock: Clock,
+    expected: Expected | None,
+    progress: _Progress,
+    stack: contextlib.ExitStack,
+) -> list[Transfer]:
+    """Fills what does not take bytes as they are; the transfers, which ``stack`` closes."""
+    copied: list[Transfer] = []
+    held: dict[str, torch.Tensor] = {}
+    stack.callback(held.clear)
+    ordered = {target.name for target in found.ordered}
+    for device, some in _by_device([*found.copied, *found.ordered]).items():
+        memory = memories.for_device(device)
+        copied.append(_copying(checkpoint, some, memory, options, clock, expected))
+        stack.callback(copied[-1].close)
+        progress.parts.append(copied[-1])
+        _copy_all(copied[-1], some, ordered, held, progress.tick)
+    with clock.phase("hand_out"):
+        for target in found.ordered:
+            _copy(target.tensor, held.pop(target.name))
+    return copied
 
 
 def _asked(names: Names, known: list[str]) -> Callable[[str], bool]:
@@ -166,10 +191,8 @@ def _copying(
     clock: Clock,
     expected: Expected | None,
 ) -> Transfer:
-    device = memory.native_kind != 0
-    limits = budget(options, device=device, free=memory.free_bytes())
     rows = np.array(sorted(target.row for target in targets), np.int64)
-    rules = Rules(limits.arena_size, device, uniform=True)
+    rules = rules_of(budget_of(options, memory), memory, uniform=True)
     return Transfer.of(checkpoint, rows, memory, options, rules, clock, expected)
 
 
@@ -204,7 +227,7 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _bump_versions(targets: list[Target]) -> None:
-    """Autograd has to see that the engine changed these in place; inference tensors keep no version."""
+    """Autograd has to see that the engine changes these in place; inference tensors keep no version."""
     changed = [target.tensor for target in targets if not target.tensor.is_inference()]
     if changed:
         torch.autograd.graph.increment_version(changed)

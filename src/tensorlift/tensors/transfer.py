@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tensorlift.engine.digesting import Checks
+from tensorlift.engine.sizing import Budget, budget
 from tensorlift.engine.trace import Trace
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import Expected
@@ -27,7 +28,17 @@ from tensorlift.tensors.part import Part
 from tensorlift.tensors.running import Running, Tick
 from tensorlift.tensors.views import collector_paused
 
-__all__ = ["Clock", "Transfer"]
+__all__ = ["Clock", "Transfer", "budget_of", "rules_of"]
+
+
+def budget_of(options: LoadOptions, memory: Memory) -> Budget:
+    """Memory for the tensors of a load, by what the device has free now."""
+    return budget(options, device=memory.native_kind != 0, free=memory.free_bytes())
+
+
+def rules_of(limits: Budget, memory: Memory, *, uniform: bool) -> Rules:
+    """How tensors are to be laid out; ``uniform``: see Rules."""
+    return Rules(limits.arena_size, device=memory.native_kind != 0, uniform=uniform)
 
 
 class Clock:
