@@ -12,11 +12,6 @@ constexpr uint64_t kFresh = 1u << 20;
 
 }  // namespace
 
-bool Engine::digests_while_fetching(const Chunk &chunk, uint64_t begin, uint64_t end) const {
-    return !device_ && !chunk.slot->digests.empty() && chunk.slot->chunks.size() == 1 &&
-           begin == chunk.begin && end == chunk.end;
-}
-
 void Engine::make_digests(const Slot &slot, DigestJob *first, DigestJob *last) {
     const uint64_t begin = trace_.begin();
     const auto base = reinterpret_cast<uintptr_t>(slot_base(slot));
@@ -37,8 +32,8 @@ bool Engine::all_there(const Chunk &chunk) {
 }
 
 bool Engine::fetch_and_digest(Chunk *chunk, File *file, int path) {
-    DigestJob *job = chunk->slot->digests.data();
-    DigestJob *const end = job + chunk->slot->digests.size();
+    DigestJob *job = chunk->slot->digests.data() + chunk->first_digest;
+    DigestJob *const end = job + chunk->digest_count;
     uint64_t at = chunk->begin;
     while (job != end) {
         DigestJob *const first = job;
@@ -48,7 +43,7 @@ bool Engine::fetch_and_digest(Chunk *chunk, File *file, int path) {
         if (all_there(*chunk)) make_digests(*chunk->slot, first, job);
         at = until;
     }
-    // Pieces that are not to be digested may come last.
+    // What comes last may be a part of a piece, or one that is not to be digested.
     return at == chunk->end || fetch_cached(chunk, file, path, at, chunk->end);
 }
 

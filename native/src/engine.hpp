@@ -92,7 +92,6 @@ private:
                       uint64_t end);
 
     // digesting.cpp
-    bool digests_while_fetching(const Chunk &chunk, uint64_t begin, uint64_t end) const;
     bool all_there(const Chunk &chunk);
     bool fetch_and_digest(Chunk *chunk, File *file, int path);
     void make_digests(const Slot &slot, DigestJob *first, DigestJob *last);

@@ -143,7 +143,9 @@ void Engine::fetch(Chunk *chunk) {
 // One path is set in the route: the one to take. False if the range will not come: then the chunk never counts as done.
 bool Engine::fetch_range(Chunk *chunk, File *file, const Route &route, uint64_t begin, uint64_t end) {
     if (route.deep_path >= 0) return fetch_deep(chunk, file, route.deep_path, begin, end);
-    if (digests_while_fetching(*chunk, begin, end)) return fetch_and_digest(chunk, file, route.cached_path);
+    if (chunk->digest_count > 0 && begin == chunk->begin && end == chunk->end) {
+        return fetch_and_digest(chunk, file, route.cached_path);
+    }
     return fetch_cached(chunk, file, route.cached_path, begin, end);
 }
 

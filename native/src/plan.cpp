@@ -139,10 +139,29 @@ void PlanBuilder::cut_into_chunks(const Staged &staged) {
     }
 }
 
+// Digests and fills come in the order of the pieces, so each is looked at once. What lies in two chunks is nobody's.
+void PlanBuilder::give_digests_to_chunks() {
+    Slot &slot = *slots_.back();
+    size_t next = 0;
+    for (Chunk &chunk : slot.chunks) {
+        chunk.first_digest = next;
+        for (uint32_t i = 0; i < chunk.fill_count; i++) {
+            const Fill &fill = slot.fills[chunk.first_fill + i];
+            for (; next < slot.digests.size(); next++) {
+                const DigestJob &job = slot.digests[next];
+                const uint64_t behind = job.file_offset - fill.file_offset;
+                if (behind >= fill.nbytes || job.where - fill.where != behind) break;
+                if (behind + job.nbytes <= fill.nbytes) chunk.digest_count++;
+            }
+        }
+    }
+}
+
 void PlanBuilder::close() {
     Slot &slot = *slots_.back();
     slot.ticket = pieces_;
     for (const Staged &staged : staged_) cut_into_chunks(staged);
+    give_digests_to_chunks();
     slot.chunks_left = slot.chunks.size();
     staged_.clear();
     slot_open_ = false;

@@ -52,6 +52,8 @@ struct Chunk {
     uint32_t fill_count;
     uint64_t begin;  // range of the file from the first to the last fill
     uint64_t end;
+    size_t first_digest = 0;  // of the slot's digests, those whose bytes this chunk brings whole
+    size_t digest_count = 0;
     uint32_t pending = 1;  // parts not there yet, the one who splits it included; under the engine's lock
 };
 
@@ -102,6 +104,7 @@ private:
     // block edges and not at the edges of pieces.
     void stage(int file, const Fill &fill);
     void cut_into_chunks(const Staged &staged);
+    void give_digests_to_chunks();
 
     PlanShape shape_;
     std::vector<std::unique_ptr<Slot>> slots_;

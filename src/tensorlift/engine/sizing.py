@@ -106,7 +106,10 @@ def size_engine(
     facts = facts_of_this_machine(pci_address) if facts is None else facts
     work = _up(max(nbytes, 1), PAGE)
     most = options.threads or min(facts.cpus, MOST_THREADS)
-    share = CHUNK if device else min(HOST_CHUNK, work // (READS_A_THREAD * most) // CHUNK * CHUNK)
+    # Digests are made by the thread that has read the bytes, of those that it has read whole.
+    share = (
+        CHUNK if device and not digest else min(HOST_CHUNK, work // (READS_A_THREAD * most) // CHUNK * CHUNK)
+    )
     chunk = options.chunk_size or min(max(share, CHUNK), work)
     reads = -(-work // chunk)
     threads = options.threads or max(1, min(most, reads))
