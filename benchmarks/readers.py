@@ -26,7 +26,7 @@ from tensorlift.bench import machine
 from tensorlift.bench.ceilings import Ceilings
 from tensorlift.bench.trials import Trials
 from tensorlift.bench.tuning import Choice
-from tensorlift.options import BACKENDS, parse_size
+from tensorlift.options import HOST_BACKENDS, parse_size
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TRACED = "AUTO, with a trace"
@@ -36,7 +36,7 @@ def measured(trials: Trials, ceilings: Ceilings, state: str, repeats: int) -> li
     """One row a reader: seconds of each round but the first, and what was cached afterwards."""
     rows: list[dict[str, Any]] = [
         {"reader": name, "state": state, "seconds": [], "cached_after": [], "fetched": []}
-        for name in (*BACKENDS, TRACED)
+        for name in (*HOST_BACKENDS, TRACED)
     ]
     with tempfile.TemporaryDirectory() as folder:
         for number in range(repeats + 1):

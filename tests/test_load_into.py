@@ -28,7 +28,7 @@ from tensorlift.errors import (
     TruncatedError,
 )
 from tensorlift.format.dtypes import BY_CODE
-from tensorlift.options import BACKENDS
+from tensorlift.options import HOST_BACKENDS
 from tensorlift.tensors.direct import Direct
 
 Write = Callable[..., Path]
@@ -376,7 +376,7 @@ def test_memory_that_is_taken_from_a_parameter_meanwhile_is_not_written_to(
     assert not tensor.any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_memory_that_cannot_be_written_is_refused(write: Write, tmp_path: Path, backend: str) -> None:
     path = write({"a": torch.ones(3), "t": torch.ones(100_000, dtype=torch.uint8)})
     (tmp_path / "there").write_bytes(bytes(100_000))

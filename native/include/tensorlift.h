@@ -1,7 +1,8 @@
 /* tensorlift: the C interface of the native engine.
  *
  * A plan goes in (arrays of pieces), tickets come out. Threads and rings read each piece from its file; for a CPU
- * the bytes land at their destination, for a device they land in a pinned slot that one large copy moves.
+ * the bytes land at their destination, for a device they land in a pinned slot that one large copy moves, or, by
+ * libcufile, at their destination as well.
  *
  * Rules that hold for every function
  *   - Units: sizes and offsets are bytes, timeouts milliseconds. Ranges are half open.
@@ -29,7 +30,7 @@ extern "C" {
 #endif
 
 /* Raised with every change of a structure or a meaning. */
-#define TL_ABI_VERSION 1u
+#define TL_ABI_VERSION 2u
 
 typedef enum tl_status {
     TL_OK = 0,
@@ -72,7 +73,9 @@ typedef enum tl_backend {
     TL_BACKEND_AIO = 5,            /* Linux AIO (io_submit) alone, direct */
     TL_BACKEND_AIO_BUFFERED = 6,   /* Linux AIO alone, through the page cache */
     TL_BACKEND_BUFFERED = 7, /* pread, always through the page cache; more threads where storage is slow */
-    TL_BACKEND_COUNT = 8
+    TL_BACKEND_CUFILE =
+        8, /* GPUDirect Storage: from the file to a CUDA device's memory; never part of AUTO */
+    TL_BACKEND_COUNT = 9
 } tl_backend;
 
 /* Paths by which bytes come, for statistics. */
@@ -84,7 +87,8 @@ typedef enum tl_path {
     TL_PATH_URING_BUFFERED = 4,
     TL_PATH_AIO_DIRECT = 5,
     TL_PATH_AIO_BUFFERED = 6,
-    TL_PATH_COUNT = 7
+    TL_PATH_CUFILE = 7, /* past the pinned ring; without nvidia-fs through memory of libcufile's own */
+    TL_PATH_COUNT = 8
 } tl_path;
 
 typedef enum tl_device_kind {
@@ -104,8 +108,8 @@ typedef struct tl_options {
     uint32_t threads;      /* threads that copy out of the page cache; at least 1 */
     uint32_t io_depth;     /* direct reads in flight; at least 1 */
     uint32_t backend_count;
-    uint32_t backends[8]; /* tl_backend, in the order of preference */
-    uint32_t flags;       /* TL_OPTION_... */
+    uint32_t backends[16]; /* tl_backend, in the order of preference */
+    uint32_t flags;        /* TL_OPTION_... */
     uint32_t reserved;
     uint64_t cpus[16]; /* where the threads may run: CPU n is bit n % 64 of cpus[n / 64]; all 0: anywhere */
 } tl_options;
@@ -166,7 +170,8 @@ TL_API uint32_t tl_abi_version(void);
 /* NULL where the back end can be used, else why it was not built. Static text. */
 TL_API const char *tl_backend_not_built(uint32_t backend);
 
-/* Tries one back end on a file of this machine, with one small read. Blocks. The reason of a refusal is in *error. */
+/* Tries one back end on a file of this machine, with one small read to host memory; CUFILE by opening its driver and
+ * registering the file, without a read. Blocks. The reason of a refusal is in *error. */
 TL_API tl_status tl_backend_probe(uint32_t backend, const char *path, tl_error *error);
 
 /* Tries to open the device's driver library and to count devices. Blocks. */
@@ -185,12 +190,12 @@ TL_API tl_status tl_engine_add_file(tl_engine *engine, const char *path, uint64_
 /* Appends pieces to the plan. Destinations must stay valid until their ticket has landed and the copy stream has passed
  * it, or the engine is destroyed. On success *ticket is the number of pieces submitted so far: when tl_engine_wait
  * returns TL_OK for it, all of them have landed. With a device, copies wait for the work that consumer_stream holds
- * now. */
+ * now; reads by libcufile do too, so that with CUFILE a ticket may not land before that work is done. */
 TL_API tl_status tl_engine_submit(tl_engine *engine, const tl_piece *pieces, uint64_t count,
                                   uint64_t consumer_stream, uint64_t *ticket, tl_error *error);
 
-/* Address of the number of leading pieces that have landed (CPU: the bytes are there; device: their copies are in the
- * copy stream). Valid until the engine is destroyed; read it without a call. */
+/* Address of the number of leading pieces that have landed (CPU: the bytes are there; device: they are, or their
+ * copies are in the copy stream). Valid until the engine is destroyed; read it without a call. */
 TL_API const uint64_t *tl_engine_landed(tl_engine *engine);
 
 /* Waits until the pieces below ticket have landed. TL_PENDING after timeout_ms. An engine that failed answers with its

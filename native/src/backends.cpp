@@ -6,10 +6,10 @@ namespace tl {
 namespace {
 
 constexpr const char *kBackendNames[TL_BACKEND_COUNT] = {
-    "AUTO", "PREAD", "URING", "MMAP", "URING_BUFFERED", "AIO", "AIO_BUFFERED", "BUFFERED"};
-constexpr const char *kPathNames[TL_PATH_COUNT] = {"buffered pread", "direct pread",      "direct io_uring",
-                                                   "mmap",           "buffered io_uring", "direct AIO",
-                                                   "buffered AIO"};
+    "AUTO", "PREAD", "URING", "MMAP", "URING_BUFFERED", "AIO", "AIO_BUFFERED", "BUFFERED", "CUFILE"};
+constexpr const char *kPathNames[TL_PATH_COUNT] = {
+    "buffered pread",    "direct pread", "direct io_uring", "mmap",
+    "buffered io_uring", "direct AIO",   "buffered AIO",    "cuFile"};
 
 // The one deep path of a back end that reads everything by it; -1 for the others.
 int only_path(uint32_t backend) {
@@ -58,8 +58,23 @@ void route_by_residency(File *file, int direct_path) {
     }
 }
 
+// Tried without a read: what that refuses leads to the next back end as well.
+std::string try_cufile(File *file, int32_t device_kind) {
+    if (device_kind != TL_DEVICE_CUDA) return "cuFile reads to the memory of CUDA devices alone";
+    std::string why = cufile_driver_refusal();
+    if (why.empty()) why = file->open_cufile();
+    if (!why.empty()) return why;
+    if (!nvidia_fs_loaded()) {
+        file->note(
+            "CUFILE: nvidia-fs is not loaded: cuFile reads in compatibility mode, through host memory");
+    }
+    file->route.deep_path = TL_PATH_CUFILE;
+    file->route.cached_path = TL_PATH_PREAD_BUFFERED;  // what has to be digested, see Engine::fetch_range
+    return {};
+}
+
 // Why the back end cannot read this file; empty if it can, with the route set.
-std::string try_backend(File *file, uint32_t backend) {
+std::string try_backend(File *file, uint32_t backend, int32_t device_kind) {
     file->route = Route{};
     file->route.backend = static_cast<int>(backend);
     if (const char *why = backend_not_built(backend)) return why;
@@ -84,6 +99,8 @@ std::string try_backend(File *file, uint32_t backend) {
             file->route.cached_path = TL_PATH_MMAP;
             return {};
         }
+        case TL_BACKEND_CUFILE:
+            return try_cufile(file, device_kind);
         default: {
             const int path = only_path(backend);
             const int refusal = is_direct(path) ? file->open_direct() : 0;
@@ -122,15 +139,17 @@ std::unique_ptr<DeepReader> make_deep_reader(RequestSink *sink, int path, const 
         case TL_PATH_AIO_DIRECT:
         case TL_PATH_AIO_BUFFERED:
             return make_aio(sink, path, limits);
+        case TL_PATH_CUFILE:
+            return make_cufile(sink, limits);
         default:
             return make_pread(sink, path, limits);
     }
 }
 
-Failure choose_route(File *file, const uint32_t *backends, size_t count) {
-    for (; file->candidate < count; file->candidate++) {
-        const uint32_t backend = backends[file->candidate];
-        const std::string why = try_backend(file, backend);
+Failure choose_route(File *file, const tl_options &options) {
+    for (; file->candidate < options.backend_count; file->candidate++) {
+        const uint32_t backend = options.backends[file->candidate];
+        const std::string why = try_backend(file, backend, options.device_kind);
         if (file->shortage) return file->open_failed(file->shortage);
         if (why.empty()) {
             file->routed = true;
@@ -144,7 +163,7 @@ Failure choose_route(File *file, const uint32_t *backends, size_t count) {
     return f;
 }
 
-Failure drop_path(File *file, int path, const std::string &why, const uint32_t *backends, size_t count) {
+Failure drop_path(File *file, int path, const std::string &why, const tl_options &options) {
     Route &route = file->route;
     if (route.cached_path != path && route.deep_path != path) return {};  // another thread was first
     const std::string what = std::string(path_name(path)) + " refused: " + why;
@@ -155,7 +174,7 @@ Failure drop_path(File *file, int path, const std::string &why, const uint32_t *
     }
     file->note(std::string(backend_name(route.backend)) + ": " + what);
     file->candidate++;
-    return choose_route(file, backends, count);
+    return choose_route(file, options);
 }
 
 }  // namespace tl

@@ -18,12 +18,12 @@ const char *backend_not_built(uint32_t backend);
 // The reader of a deep path; one that was not built answers so when it is started.
 std::unique_ptr<DeepReader> make_deep_reader(RequestSink *sink, int path, const DeepLimits &limits);
 
-// Decides how an open file is read, trying the back ends from file->candidate on; refusals are noted in the file. The
-// file's mutex is held. Fails with TL_ERR_BACKEND and every reason when none is left.
-Failure choose_route(File *file, const uint32_t *backends, size_t count);
+// Decides how an open file is read for the device of the options, trying their back ends from file->candidate on; refusals
+// are noted in the file. The file's mutex is held. Fails with TL_ERR_BACKEND and every reason when none is left.
+Failure choose_route(File *file, const tl_options &options);
 
 // A path that the route of a file uses turned out to be refused, for the given reason: takes it out of the route, or moves
 // on to the next back end. The file's mutex is held.
-Failure drop_path(File *file, int path, const std::string &why, const uint32_t *backends, size_t count);
+Failure drop_path(File *file, int path, const std::string &why, const tl_options &options);
 
 }  // namespace tl

@@ -24,11 +24,27 @@ Failure Copier::start() {
     return {};
 }
 
-Failure Copier::wait_for_consumer(Stream consumer) {
+Failure Copier::wait_for_consumer(Stream consumer, uint64_t *fence) {
     if (!kConsumerFence) return {};
     std::lock_guard<std::mutex> lock(mutex_);
     if (Failure f = driver_->event_record(fence_, consumer)) return f;
-    return driver_->stream_wait(stream_, fence_);
+    if (Failure f = driver_->stream_wait(stream_, fence_)) return f;
+    *fence = ++fences_;
+    return {};
+}
+
+Failure Copier::pass_fence(uint64_t fence) {
+    if (!kHostFence || fence <= passed_.load(std::memory_order_acquire)) return {};
+    uint64_t until;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        until = fences_;
+    }
+    if (Failure f = driver_->stream_synchronize(stream_)) return f;
+    uint64_t before = passed_.load(std::memory_order_relaxed);
+    while (before < until && !passed_.compare_exchange_weak(before, until, std::memory_order_release)) {
+    }
+    return {};
 }
 
 Failure Copier::make_consumer_wait(Stream consumer) {

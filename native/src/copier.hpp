@@ -2,6 +2,7 @@
 // reading thread has to.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -32,12 +33,16 @@ public:
     // Makes the stream, the events and the thread. What was made before a failure is given back by the destructor.
     Failure start();
 
-    // Copies issued from now on wait for the work that the consumer's stream holds now.
-    Failure wait_for_consumer(Stream consumer);
+    // Copies issued from now on wait for the work that the consumer's stream holds now. The number of this fence comes
+    // back, for what is written without the stream.
+    Failure wait_for_consumer(Stream consumer, uint64_t *fence);
+    // Returns when the work of that fence is done, on whichever thread; may wait, so under no lock. What copies do in
+    // stream order, reads that the stream does not order do by this.
+    Failure pass_fence(uint64_t fence);
     // The consumer's stream waits for all copies issued so far.
     Failure make_consumer_wait(Stream consumer);
 
-    // Issues the copies of a filled slot that lies at base; the number issued.
+    // Issues the copies of a filled slot that lies at base, which may be none; the number issued.
     Failure issue(const Slot &slot, const char *base, uint64_t *copies);
 
     // Waits for every copy, ends the thread, gives everything back. The first failure is returned.
@@ -56,7 +61,9 @@ private:
     Callbacks callbacks_;
     Stream stream_ = nullptr;
     Event fence_ = nullptr;
-    std::vector<Event> events_;  // one a slot of the ring
+    uint64_t fences_ = 0;              // put into the stream
+    std::atomic<uint64_t> passed_{0};  // of these, known to be passed
+    std::vector<Event> events_;        // one a slot of the ring
     std::mutex mutex_;
     std::condition_variable issued_cv_;
     std::deque<Issued> issued_;  // in stream order

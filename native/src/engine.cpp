@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "straight.hpp"
+
 namespace tl {
 namespace {
 
@@ -32,7 +34,7 @@ Failure Engine::start() {
         return failure(TL_ERR_ARGUMENT, "threads and io_depth must be from 1 to 4096");
     }
     if (o.backend_count == 0 || o.backend_count > std::size(o.backends)) {
-        return failure(TL_ERR_ARGUMENT, "backend_count must be from 1 to 8");
+        return failure(TL_ERR_ARGUMENT, "backend_count must be from 1 to 16");
     }
     for (uint32_t i = 0; i < o.backend_count; i++) {
         if (o.backends[i] >= TL_BACKEND_COUNT) return failure(TL_ERR_ARGUMENT, "unknown back end");
@@ -81,12 +83,13 @@ Failure Engine::submit(const tl_piece *pieces, uint64_t count, Stream consumer, 
         if (i == 0) piece.flags &= ~TL_PIECE_JOIN;
         builder.add(piece);
     }
+    uint64_t fence = 0;
     if (device_ && count > 0) {
         Bound bound(driver_, options_.device_index);
         if (bound.failure()) return bound.failure();
         if (Failure f = start_copier()) return f;
         if (copier_runs_) {
-            if (Failure f = copier_->wait_for_consumer(consumer)) return f;
+            if (Failure f = copier_->wait_for_consumer(consumer, &fence)) return f;
         }
     }
     std::lock_guard<std::mutex> lock(mutex_);
@@ -97,6 +100,7 @@ Failure Engine::submit(const tl_piece *pieces, uint64_t count, Stream consumer, 
     size_t chunks = 0;
     for (auto &slot : fresh) {
         slot->index = slots_submitted_++;
+        slot->fence = fence;
         chunks += slot->chunks.size();
         for (const Chunk &chunk : slot->chunks) files_[static_cast<size_t>(chunk.file)]->outstanding++;
         slots_.push_back(std::move(slot));
@@ -117,7 +121,9 @@ void Engine::work() {
     enter_thread();
     // Where much will come, the whole ring first: many threads make it faster than those that want one slot.
     uint64_t slot;
-    while (device_ && (options_.flags & TL_OPTION_WARM) && !stopping() && ring_->claim(&slot)) {
+    // What goes past the ring needs none of it until something is refused.
+    const bool warm = (options_.flags & TL_OPTION_WARM) && options_.backends[0] != TL_BACKEND_CUFILE;
+    while (device_ && warm && !stopping() && ring_->claim(&slot)) {
         guarded([&] { make_slot(slot); });
     }
     while (const Work next = take_work()) {
@@ -186,9 +192,16 @@ bool Engine::wait_for_a_close(uint64_t closes) {
 
 void Engine::part_done(Chunk *chunk, bool by_reader) {
     Slot *slot = nullptr;
+    CufileHandle handle;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         if (--chunk->pending > 0) return;
+        File &file = *files_[static_cast<size_t>(chunk->file)];
+        if (file.outstanding == 1) handle = std::move(file.cufile);
+    }
+    handle.close();  // a driver's call; what comes for the file meanwhile makes another
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
         taken_chunks_--;
         File &file = *files_[static_cast<size_t>(chunk->file)];
         // Nobody reads a file without a chunk of it, so it can be closed under this lock alone.
@@ -216,7 +229,9 @@ void Engine::slot_filled(Slot *slot) {
     const uint64_t index = slot->index;
     if (device_) {
         uint64_t copies = 0;
-        if (Failure f = copier_->issue(*slot, slot_base(*slot), &copies)) return failed(f);
+        slot->copies = copies_left(*slot);  // none where all came straight
+        const char *base = slot->copies.empty() ? nullptr : slot_base(*slot);
+        if (Failure f = copier_->issue(*slot, base, &copies)) return failed(f);
         copies_ += copies;
     }
     std::lock_guard<std::mutex> lock(mutex_);
@@ -232,7 +247,7 @@ void Engine::slot_copied(uint64_t slot_index, uint64_t begin_ns) {
     free_places_.push_back(slot.place);
     uint64_t nbytes = 0;
     for (const Copy &copy : slot.copies) nbytes += copy.nbytes;
-    trace_.end(begin_ns, TL_STAGE_COPY, -1, 0, nbytes);
+    if (nbytes > 0) trace_.end(begin_ns, TL_STAGE_COPY, -1, 0, nbytes);
     retire();
     work_cv_.notify_all();
 }
@@ -309,6 +324,7 @@ Failure Engine::close() {
     if (driver_ && retained_) {
         Bound bound(driver_, options_.device_index);
         first = bound.failure();
+        files_.clear();  // libcufile's handles, before the context that they were made in
         if (copier_) {
             Failure f = copier_->stop();
             if (!first) first = f;

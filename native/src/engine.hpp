@@ -15,6 +15,7 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -62,7 +63,7 @@ public:
     }
     void enter_thread() override;
     void complete(const Request &request, int path, const char *bounced) override;
-    void refused(const Request &request, int path, int os_errno) override;
+    void refused(const Request &request, int path, const std::string &why, uint64_t got) override;
     void failed(const Failure &failure) override;
     void count_read(int path, uint64_t nbytes) override;
 
@@ -85,11 +86,13 @@ private:
     bool fetch_range(Chunk *chunk, File *file, const Route &route, uint64_t begin, uint64_t end);
     bool fetch_cached(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
     bool fetch_deep(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
+    bool fetch_straight(Chunk *chunk, File *file, uint64_t begin, uint64_t end);
     void push(DeepReader *reader, const Request &request);
     char *slot_base(const Slot &slot) const;
     DeepReader *deep_reader(int path, Failure *why);
+    // got: where it is a read that was refused, the bytes before that
     bool path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin,
-                      uint64_t end);
+                      uint64_t end, std::optional<uint64_t> got = {});
 
     // digesting.cpp
     bool all_there(const Chunk &chunk);

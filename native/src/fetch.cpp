@@ -5,6 +5,7 @@
 #include <cerrno>
 
 #include "engine.hpp"
+#include "straight.hpp"
 
 namespace tl {
 namespace {
@@ -76,9 +77,15 @@ Failure Engine::open_and_route(File *file, Route *route) {
     std::lock_guard<std::mutex> lock(file->mutex);
     if (Failure f = file->open_plain()) return f;
     if (!file->routed) {
-        if (Failure f = choose_route(file, options_.backends, options_.backend_count)) {
+        if (Failure f = choose_route(file, options_)) {
             file->close();  // nobody reads it yet
             return f;
+        }
+    } else if (file->route.deep_path == TL_PATH_CUFILE && !file->cufile) {
+        const std::string why = file->open_cufile();
+        if (file->shortage) return file->open_failed(file->shortage);
+        if (!why.empty()) {
+            if (Failure f = drop_path(file, TL_PATH_CUFILE, why, options_)) return f;
         }
     } else if (is_direct(file->route.deep_path)) {
         const int refusal = file->open_direct();
@@ -119,7 +126,6 @@ void Engine::fetch(Chunk *chunk) {
         std::lock_guard<std::mutex> lock(mutex_);
         file = files_[static_cast<size_t>(chunk->file)].get();
     }
-    if (device_ && !make_slot(chunk->slot->place)) return;
     Route route;
     if (Failure f = ready_file(file, &route)) {
         f.file = file->index;
@@ -142,6 +148,14 @@ void Engine::fetch(Chunk *chunk) {
 
 // One path is set in the route: the one to take. False if the range will not come: then the chunk never counts as done.
 bool Engine::fetch_range(Chunk *chunk, File *file, const Route &route, uint64_t begin, uint64_t end) {
+    const bool cufile = route.deep_path == TL_PATH_CUFILE;
+    if (cufile && chunk->slot->digests.empty()) return fetch_straight(chunk, file, begin, end);
+    if (device_ && !make_slot(chunk->slot->place)) return false;
+    if (cufile) {
+        std::lock_guard<std::mutex> lock(file->mutex);
+        file->note("CUFILE: digests are made in host memory: what has one is read by buffered pread");
+    }
+    if (cufile) return fetch_cached(chunk, file, TL_PATH_PREAD_BUFFERED, begin, end);
     if (route.deep_path >= 0) return fetch_deep(chunk, file, route.deep_path, begin, end);
     if (chunk->digest_count > 0 && begin == chunk->begin && end == chunk->end) {
         return fetch_and_digest(chunk, file, route.cached_path);
@@ -223,6 +237,22 @@ bool Engine::fetch_deep(Chunk *chunk, File *file, int path, uint64_t begin, uint
     return true;
 }
 
+// To where the slot's copies would have gone, and when they would: a read that the stream does not order comes after what
+// the consumer's stream held at the submission.
+bool Engine::fetch_straight(Chunk *chunk, File *file, uint64_t begin, uint64_t end) {
+    Failure why;
+    DeepReader *reader = deep_reader(TL_PATH_CUFILE, &why);
+    if (!reader) return path_refused(chunk, file, TL_PATH_CUFILE, why.message, begin, end);
+    if (Failure f = copier_->pass_fence(chunk->slot->fence)) {
+        failed(f);
+        return false;
+    }
+    for (const Part &part : device_parts(*chunk, begin, end)) {
+        push(reader, {chunk, file, part.begin, part.end, reinterpret_cast<char *>(part.copy.destination)});
+    }
+    return true;
+}
+
 void Engine::push(DeepReader *reader, const Request &request) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -246,16 +276,19 @@ void Engine::complete(const Request &request, int path, const char *bounced) {
     }
     bytes_[path] += delivered;
     guarded([&] {
+        if (path == TL_PATH_CUFILE) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            request.chunk->straight.push_back({request.begin, request.end});
+        }
         trace_.end(request.begin_ns, TL_STAGE_READ, request.file->index, request.begin,
                    request.end - request.begin, path);
         part_done(request.chunk, true);
     });
 }
 
-void Engine::refused(const Request &request, int path, int os_errno) {
+void Engine::refused(const Request &request, int path, const std::string &why, uint64_t got) {
     guarded([&] {
-        if (path_refused(request.chunk, request.file, path, std::strerror(os_errno), request.begin,
-                         request.end)) {
+        if (path_refused(request.chunk, request.file, path, why, request.begin, request.end, got)) {
             part_done(request.chunk, true);
         }
     });
@@ -263,12 +296,17 @@ void Engine::refused(const Request &request, int path, int os_errno) {
 
 // Reads the range again by what is left of the file's route.
 bool Engine::path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin,
-                          uint64_t end) {
+                          uint64_t end, std::optional<uint64_t> got) {
     if (stopping()) return false;
     Route route;
     {
         std::lock_guard<std::mutex> lock(file->mutex);
-        if (Failure f = drop_path(file, path, why, options_.backends, options_.backend_count)) {
+        if (Failure f = drop_path(file, path, why, options_)) {
+            if (got) {
+                f.offset = begin;
+                f.wanted = end - begin;
+                f.got = *got;
+            }
             failed(f);
             return false;
         }

@@ -32,7 +32,13 @@ int open_again(const char *path, int flags) {
     do {
         fd = open(path, flags);
     } while (fd < 0 && errno == EINTR);
-    return fd;
+    if (fd < 0 || fd > 2) return fd;
+    // The place of stdin, stdout or stderr, which this process has closed: others may use it as such.
+    const int higher = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    const int os_errno = errno;
+    ::close(fd);
+    errno = os_errno;
+    return higher;
 }
 
 }  // namespace
@@ -73,8 +79,8 @@ Failure File::open_plain() {
 }
 
 int File::open_direct() {
-    if (direct_fd >= 0) return 0;
     shortage = 0;
+    if (direct_fd >= 0) return 0;
     // Through the open descriptor: the same file, even if its path leads elsewhere by now.
     const std::string same = "/proc/self/fd/" + std::to_string(plain_fd);
     int fd = open_again(same.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
@@ -113,7 +119,15 @@ int File::open_direct() {
     return 0;
 }
 
+std::string File::open_cufile() {
+    const int refusal = open_direct();
+    if (shortage) return std::strerror(shortage);
+    if (refusal != 0) note(std::string("CUFILE: direct I/O refused: ") + std::strerror(refusal));
+    return cufile.open(refusal == 0 ? direct_fd : plain_fd, &shortage);
+}
+
 void File::close() {
+    cufile.close();
     if (plain_fd >= 0) ::close(plain_fd);
     if (direct_fd >= 0) ::close(direct_fd);
     plain_fd = direct_fd = -1;

@@ -8,6 +8,7 @@
 
 #include "common.hpp"
 #include "residency.hpp"
+#include "shim/cufile.hpp"
 
 namespace tl {
 
@@ -37,6 +38,8 @@ public:
     // Under mutex: opens the same file for direct I/O; the errno of a refusal, 0 if it is open. Lacking a descriptor
     // is no refusal: it is kept in shortage.
     int open_direct();
+    // Under mutex: has libcufile take the file; empty, or why it does not. A lack of descriptors is kept in shortage.
+    std::string open_cufile();
     void close();
 
     // Remembers a refusal for the statistics, once each.
@@ -57,7 +60,8 @@ public:
     Residency::Method residency = Residency::Method::kUnknown;
     int plain_fd = -1;
     int direct_fd = -1;
-    int shortage = 0;          // errno of an open_direct() that found no descriptor free
+    CufileHandle cufile;
+    int shortage = 0;          // errno of an open_direct() or open_cufile() that found no descriptor free
     uint64_t block = kPage;    // offsets, sizes and addresses of direct reads are multiples of it
     uint64_t outstanding = 0;  // chunks submitted and not complete; under the engine's lock
 

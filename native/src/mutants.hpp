@@ -1,5 +1,6 @@
 // Fences that a test build can leave out, one at a time, to show that the tests would notice (CMake: TENSORLIFT_MUTANT).
 //   NO_CONSUMER_FENCE  copies do not wait for the consumer's stream at submission
+//   NO_HOST_FENCE      reads straight to the device do not wait for it either
 //   NO_ARRIVAL_FENCE   the consumer's stream does not wait for the copies
 //   NO_SLOT_FENCE      a slot is filled again without waiting for its copy
 //   NO_DRAIN           destroying does not wait for copies under way
@@ -11,6 +12,12 @@ namespace tl {
 inline constexpr bool kConsumerFence = false;
 #else
 inline constexpr bool kConsumerFence = true;
+#endif
+
+#ifdef TL_MUTANT_NO_HOST_FENCE
+inline constexpr bool kHostFence = false;
+#else
+inline constexpr bool kHostFence = true;
 #endif
 
 #ifdef TL_MUTANT_NO_ARRIVAL_FENCE

@@ -44,6 +44,11 @@ struct DigestJob {
 
 struct Slot;
 
+struct Range {
+    uint64_t begin;
+    uint64_t end;
+};
+
 // Fills of one file, in the order of their offsets, that one read brings (gaps between them are smaller than a page).
 struct Chunk {
     Slot *slot;
@@ -55,12 +60,14 @@ struct Chunk {
     size_t first_digest = 0;  // of the slot's digests, those whose bytes this chunk brings whole
     size_t digest_count = 0;
     uint32_t pending = 1;  // parts not there yet, the one who splits it included; under the engine's lock
+    std::vector<Range> straight = {};  // of the file: what came past the slot; under the engine's lock
 };
 
 struct Slot {
     uint64_t index = 0;   // counted over the engine's life
     uint64_t ticket = 0;  // pieces that are complete once this slot and all before it are
     uint64_t place = 0;   // in the ring, from the moment that its first chunk is taken
+    uint64_t fence = 0;   // of its submission, see Copier::pass_fence
     uint64_t shift = 0;   // added to the base, so that direct reads of the first fill land in place
     std::vector<Fill> fills;
     std::vector<Copy> copies;

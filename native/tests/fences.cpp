@@ -77,6 +77,40 @@ TEST(consumer_work_queued_before_a_submission_comes_first) {
     }
 }
 
+TEST(straight_reads_come_after_the_consumers_work) {
+    // As the test before, but what is read past the stream can only come when the work is done.
+    Fixture f;
+    const StandIn &device = standin(TL_DEVICE_CUDA);
+    const CufileStandIn &cufile = cufile_standin();
+    for (int round = 0; round < 2; ++round) {
+        const std::uint64_t consumer = device.stream();
+        Bytes memory(kBytes, 7);
+        const Bytes before = memory;
+        Bytes taken(kBytes);
+        {
+            Engine engine(options_for(TL_DEVICE_CUDA, {TL_BACKEND_CUFILE}));
+            const std::int32_t file = engine.add(f.path(), kBytes);
+            Bytes other(kBytes);
+            if (round > 0) {  // a fence that was passed before says nothing about the next
+                REQUIRE_EQ(engine.submit({f.whole(other, file)}, consumer), TL_OK);
+                REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
+            }
+            const std::uint64_t gate = device.hold(consumer);
+            device.copy(consumer, taken.data(), memory.data(), kBytes);
+            REQUIRE_EQ(engine.submit({f.whole(memory, file)}, consumer), TL_OK);
+            tl_engine_wait(engine.get(), engine.ticket, 100, &engine.error);
+            device.release(gate);
+            device.stream_sync(consumer);
+            REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
+        }
+        REQUIRE(taken == before);
+        REQUIRE(memory == f.content);
+        device.stream_free(consumer);
+        device.require_clean();
+        cufile.require_clean();
+    }
+}
+
 TEST(slot_is_not_filled_before_its_copy) {
     Fixture f;
     for (const int kind : kDevices) {

@@ -144,6 +144,31 @@ const StandIn &standin(int kind) {
     return s;
 }
 
+const CufileStandIn &cufile_standin() {
+    static const CufileStandIn loaded = [] {
+        void *library = dlopen(STANDIN_CUFILE, RTLD_NOW | RTLD_GLOBAL);
+        check::holds(library != nullptr, "the stand-in loads", STANDIN_CUFILE, 0);
+        CufileStandIn s{};
+#define CONTROL(field, name) s.field = reinterpret_cast<decltype(s.field)>(dlsym(library, "standin_" #name))
+        CONTROL(reset, cufile_reset);
+        CONTROL(set_most, cufile_set_most);
+        CONTROL(handles, cufile_handles);
+        CONTROL(misuses, cufile_misuses);
+        CONTROL(set_delay_us, set_copy_delay_us);
+        CONTROL(fail, fail);
+        CONTROL(calls, calls);
+#undef CONTROL
+        return s;
+    }();
+    loaded.reset();
+    return loaded;
+}
+
+void CufileStandIn::require_clean() const {
+    REQUIRE_EQ(handles(), 0u);
+    REQUIRE_EQ(misuses(), 0u);
+}
+
 void StandIn::require_clean(bool may_be_unpinned) const {
     drain();
     REQUIRE_EQ(registered_bytes(), 0u);
@@ -185,8 +210,8 @@ std::string refusal(std::uint32_t backend, const std::string &path) {
 }
 
 const char *backend_name(std::uint32_t backend) {
-    static const char *const names[] = {"AUTO",           "PREAD", "URING",        "MMAP",
-                                        "URING_BUFFERED", "AIO",   "AIO_BUFFERED", "BUFFERED"};
+    static const char *const names[] = {"AUTO", "PREAD",        "URING",    "MMAP",  "URING_BUFFERED",
+                                        "AIO",  "AIO_BUFFERED", "BUFFERED", "CUFILE"};
     return names[backend];
 }
 

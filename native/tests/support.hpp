@@ -76,6 +76,20 @@ struct StandIn {
 const StandIn &standin(int kind);
 inline constexpr int kDevices[] = {TL_DEVICE_CUDA, TL_DEVICE_HIP};
 
+// The stand-in for libcufile, as after a reset.
+struct CufileStandIn {
+    decltype(&standin_cufile_reset) reset;
+    decltype(&standin_cufile_set_most) set_most;
+    decltype(&standin_cufile_handles) handles;
+    decltype(&standin_cufile_misuses) misuses;
+    decltype(&standin_set_copy_delay_us) set_delay_us;
+    decltype(&standin_fail) fail;
+    decltype(&standin_calls) calls;
+
+    void require_clean() const;
+};
+const CufileStandIn &cufile_standin();
+
 tl_options options_for(int kind, std::vector<std::uint32_t> backends = {TL_BACKEND_AUTO});
 tl_error no_error();
 // Why a back end cannot be used for a file here; empty where it can.

@@ -16,10 +16,12 @@ from typing import Any
 
 from tensorlift.errors import OptionError
 
-__all__ = ["BACKENDS", "LoadOptions", "parse_size"]
+__all__ = ["BACKENDS", "HOST_BACKENDS", "LoadOptions", "parse_size"]
 
 # In the order of tl_backend.
-BACKENDS = ("AUTO", "PREAD", "URING", "MMAP", "URING_BUFFERED", "AIO", "AIO_BUFFERED", "BUFFERED")
+BACKENDS = ("AUTO", "PREAD", "URING", "MMAP", "URING_BUFFERED", "AIO", "AIO_BUFFERED", "BUFFERED", "CUFILE")
+# Those that fill host memory, and so work for every device.
+HOST_BACKENDS = BACKENDS[:-1]
 
 Progress = Callable[[int, int], object]
 
@@ -139,7 +141,8 @@ class LoadOptions:
         "Ways of reading, in the order of preference: the first that works on the file is taken. "
         "AUTO reads what is cached by pread and the rest directly, PREAD too, but by threads alone; "
         "URING (io_uring) and AIO (Linux AIO) read all directly, URING_BUFFERED, AIO_BUFFERED, MMAP and "
-        "BUFFERED (pread, with more threads where storage is slow) all through the page cache.",
+        "BUFFERED (pread, with more threads where storage is slow) all through the page cache. CUFILE "
+        "(GPUDirect Storage) reads to a CUDA device without host memory between; AUTO never takes it.",
     )
     chunk_size: int | None = _setting(
         _parse_read, "bytes", "1 MiB, less for small loads", "One read; a multiple of 4096."

@@ -15,7 +15,7 @@ from tensorlift import sources
 from tensorlift.engine import abi
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.sizing import EngineSize
-from tensorlift.options import BACKENDS
+from tensorlift.options import HOST_BACKENDS
 from tensorlift.plan.pieces import new_pieces
 
 MIB = 1 << 20
@@ -159,7 +159,7 @@ def test_a_cache_that_is_not_told_gets_no_threads_for_waiting(case: Case) -> Non
     assert slow["threads"] > 2 + 8
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_a_read_that_fails_names_its_place(case: Case, backend: str) -> None:
     usable(backend, case.folder / case.name)
     if backend == "MMAP":
@@ -192,7 +192,7 @@ def test_interrupted_without_end_is_an_error(case: Case, backend: str) -> None:
         assert "Interrupted system call" in answer["message"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 @pytest.mark.parametrize("cold", [False, True])
 def test_overlay(tmp_path: Path, backend: str, cold: bool) -> None:
     with file_systems.overlay(tmp_path) as (lower, upper, merged):
@@ -211,7 +211,7 @@ def test_overlay(tmp_path: Path, backend: str, cold: bool) -> None:
                 assert direct > NBYTES * 0.9, stats
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_bindfs(case: Case, backend: str) -> None:
     with file_systems.bindfs(case.folder, case.point) as folder:
         usable(backend, folder / case.name)

@@ -14,13 +14,13 @@ from support.checkpoints import random_row, write_safetensors
 from tensorlift import compat, loading
 from tensorlift.engine import abi
 from tensorlift.errors import FileError, TensorliftError, TruncatedError
-from tensorlift.options import BACKENDS
+from tensorlift.options import HOST_BACKENDS
 from tensorlift.weights import Weights
 
 MIB = 1 << 20
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=HOST_BACKENDS)
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     probe = tmp_path / "probe"
     probe.write_bytes(bytes(8192))

@@ -16,12 +16,13 @@ from tensorlift.engine import abi
 from tensorlift.engine.events import TRACE_EVENT
 from tensorlift.plan.pieces import PIECE
 
-PROGRAMS = ["abi", "engine", "files", "lifetime", "device", "digests", "fences", "faults", "headers"]
+PROGRAMS = ["abi", "engine", "files", "lifetime", "device", "digests", "fences", "faults", "headers", "cufile"]
 SANITIZERS = {"address,undefined": "asan", "thread": "tsan"}
 # One test of the program `fences` for each fence of native/src/mutants.hpp.
 MUTANTS = {
     "NO_ARRIVAL_FENCE": "arrival_",
     "NO_CONSUMER_FENCE": "consumer_",
+    "NO_HOST_FENCE": "straight_",
     "NO_SLOT_FENCE": "slot_",
     "NO_DRAIN": "drain_",
 }

@@ -92,6 +92,39 @@ def driver(kind: int) -> Driver:
     return Driver(kind)
 
 
+class Cufile:
+    """The controls of the stand-in for libcufile; its delay is that of a read."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(str(standin_library("libcufile.so.0")), mode=ctypes.RTLD_GLOBAL)
+        for name in ("cufile_reset", "cufile_set_most", "cufile_handles", "cufile_misuses"):
+            function = getattr(self._library, f"standin_{name}")
+            function.restype = None if name in ("cufile_reset", "cufile_set_most") else _u64
+            function.argtypes = [_u64] if name == "cufile_set_most" else []
+            setattr(self, name.removeprefix("cufile_"), function)
+        for name in ("set_copy_delay_us", "fail", "calls"):
+            function = getattr(self._library, f"standin_{name}")
+            function.restype, function.argtypes = _CONTROLS[name][0], list(_CONTROLS[name][1])
+            setattr(self, name, function)
+
+    def assert_clean(self) -> None:
+        """No handle is left, and nothing was done that a right engine does not do."""
+        assert (self.handles(), self.misuses()) == (0, 0)
+
+
+@functools.cache
+def _cufile() -> Cufile:
+    driver(abi.DEVICE_CUDA)  # where there is a real device the test is skipped
+    return Cufile()
+
+
+def cufile() -> Cufile:
+    """The stand-in for libcufile, loaded once a process, as after a reset."""
+    loaded = _cufile()
+    loaded.reset()
+    return loaded
+
+
 class _DLTensor(ctypes.Structure):
     """DLTensor of dlpack.h."""
 
@@ -124,6 +157,11 @@ class _Block:
         self.nbytes = nbytes
         self.map = mmap.mmap(-1, max(nbytes, 1))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+
+# Kept until all blocks are back: tensors in a cycle with their memory may be collected after it, and giving
+# them back runs its code.
+_lending: set[StandInMemory] = set()
 
 
 class StandInMemory:
@@ -178,6 +216,8 @@ class StandInMemory:
             with self._lock:
                 # Kept: what runs now is code that this object owns.
                 self._gone.append(self._managed.pop(pointer))
+                if not self._managed:
+                    _lending.discard(self)
                 self.allocated -= block.nbytes
                 # In stream order, as a framework's allocator: work queued there may still read the block.
                 self.driver.memset(stream, block.address, POISON, block.nbytes)
@@ -185,6 +225,7 @@ class StandInMemory:
 
         managed.deleter = _Deleter(give_back)
         self._managed[pointer] = managed
+        _lending.add(self)
         return _capsule(pointer, _NAME, None)
 
     def stream(self) -> int:

@@ -50,10 +50,10 @@ private:
     void give_up(int os_errno) {
         ring_->drain();
         for (AsyncEntry &entry : entries_) {
-            if (entry.busy) sink_->refused(entry.read.request(), path_, os_errno);
+            if (entry.busy) sink_->refused(entry.read.request(), path_, std::strerror(os_errno), 0);
         }
         Request request;
-        while (queue_->pop(&request, true)) sink_->refused(request, path_, os_errno);
+        while (queue_->pop(&request, true)) sink_->refused(request, path_, std::strerror(os_errno), 0);
     }
 
     size_t in_flight() const {
@@ -81,7 +81,9 @@ private:
         entry->busy = false;
         free_.push_back(entry);
         if (outcome == DeepRead::Outcome::kFailed) sink_->failed(why);
-        if (outcome == DeepRead::Outcome::kRefused) sink_->refused(request, path_, why.os_errno);
+        if (outcome == DeepRead::Outcome::kRefused) {
+            sink_->refused(request, path_, std::strerror(why.os_errno), why.got);
+        }
     }
 
     RequestSink *sink_;

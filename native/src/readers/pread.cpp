@@ -5,11 +5,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
-#include <thread>
-#include <vector>
 
-#include "readers/deep.hpp"
+#include "readers/threaded.hpp"
 
 namespace tl {
 
@@ -53,74 +50,19 @@ struct TimedRead {
     uint64_t cpu_ns;
 };
 
-// One request a thread. Direct reads wait for storage, so there are threads up to the depth. Buffered ones may be served
-// by the cache: more threads than CPUs only come where reads are seen to wait.
-class PreadThreads final : public DeepReader {
+// Direct reads wait for storage, so there are threads up to the depth. Buffered ones may be served by the cache: more
+// threads than CPUs only come where reads are seen to wait.
+class PreadThreads final : public ThreadedReader {
 public:
-    PreadThreads(RequestSink *sink, int path, const DeepLimits &limits)
-        : sink_(sink), path_(path), limits_(limits), queue_(sink, 2 * static_cast<size_t>(limits.depth)) {}
-
-    Failure start() override {
-        return {};
-    }
-
-    void push(const Request &request) override {
-        start_another();
-        queue_.push(request);
-    }
-
-    void wake() override {
-        queue_.wake();
-    }
-
-    void join() override {
-        queue_.wake();
-        std::vector<std::thread> threads;
-        {
-            std::lock_guard<std::mutex> lock(
-                mutex_);  // not while joining: a thread may be about to start another
-            threads.swap(threads_);
-        }
-        for (std::thread &thread : threads) thread.join();
-    }
-
-    uint32_t threads() const override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return static_cast<uint32_t>(threads_.size());
-    }
+    using ThreadedReader::ThreadedReader;
 
 private:
-    // One thread more where all that are there are busy and another would find something to wait for.
-    void start_another() {
-        std::lock_guard<std::mutex> lock(mutex_);
+    size_t most_threads() const override {
         const bool waits = is_direct(path_) || wall_ns_.load() > 2 * cpu_ns_.load();
-        const size_t most = waits ? limits_.depth : std::min(limits_.depth, limits_.threads);
-        if (threads_.size() >= most || idle_.load() > 0 || sink_->stopping()) return;
-        try {
-            threads_.emplace_back([this] { work(); });
-        } catch (const std::system_error &error) {
-            if (threads_.empty()) {
-                sink_->failed(os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread"));
-            }
-        }
+        return waits ? limits_.depth : std::min(limits_.depth, limits_.threads);
     }
 
-    void work() {
-        sink_->enter_thread();
-        Bounce bounce;
-        Request request;
-        for (;;) {
-            idle_++;
-            const bool there = queue_.pop(&request, true);
-            idle_--;
-            if (!there) return;
-            read(request, &bounce);
-            // All may have been pushed before the first read showed that reads wait.
-            if (queue_.size() > 0) start_another();
-        }
-    }
-
-    void read(const Request &request, Bounce *bounce) {
+    void read(const Request &request, Bounce *bounce) override {
         DeepRead read;
         if (!read.begin(request, is_direct(path_), bounce)) {
             sink_->failed(failure(TL_ERR_MEMORY, "no memory for a buffer of reads"));
@@ -139,20 +81,13 @@ private:
                 case DeepRead::Outcome::kDone:
                     return sink_->complete(read.request(), path_, read.bounced());
                 case DeepRead::Outcome::kRefused:
-                    return sink_->refused(request, path_, why.os_errno);
+                    return sink_->refused(request, path_, std::strerror(why.os_errno), why.got);
                 case DeepRead::Outcome::kFailed:
                     return sink_->failed(why);
             }
         }
     }
 
-    RequestSink *sink_;
-    const int path_;
-    const DeepLimits limits_;
-    RequestQueue queue_;
-    mutable std::mutex mutex_;
-    std::vector<std::thread> threads_;
-    std::atomic<uint32_t> idle_{0};
     std::atomic<uint64_t> wall_ns_{0};
     std::atomic<uint64_t> cpu_ns_{0};
 };

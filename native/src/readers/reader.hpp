@@ -29,8 +29,9 @@ struct Request {
     File *file;
     uint64_t begin;  // range of the file
     uint64_t end;
-    char *
-        in_place;  // where [begin, end) goes if it is whole blocks at a fitting address, else null: through a buffer
+    // Where [begin, end) goes: for cuFile an address of the device, for others one of whole blocks that fit, or else null:
+    // through a buffer.
+    char *in_place;
     uint64_t begin_ns = 0;  // when its first read was begun
 };
 
@@ -42,8 +43,8 @@ public:
     virtual void enter_thread() = 0;  // first call of every thread: signals, device
     // All bytes of the request are there; bounced: where its first byte lies, or null if they are in place.
     virtual void complete(const Request &request, int path, const char *bounced) = 0;
-    // The kernel refused this way of reading the file (not: the file is bad).
-    virtual void refused(const Request &request, int path, int os_errno) = 0;
+    // This way of reading the file was refused (not: the file is bad), after so many bytes that do not count.
+    virtual void refused(const Request &request, int path, const std::string &why, uint64_t got) = 0;
     virtual void failed(const Failure &failure) = 0;
     virtual void count_read(int path, uint64_t nbytes) = 0;
 };
@@ -69,6 +70,7 @@ struct DeepLimits {
 std::unique_ptr<DeepReader> make_pread(RequestSink *sink, int path, const DeepLimits &limits);
 std::unique_ptr<DeepReader> make_uring(RequestSink *sink, int path, const DeepLimits &limits);
 std::unique_ptr<DeepReader> make_aio(RequestSink *sink, int path, const DeepLimits &limits);
+std::unique_ptr<DeepReader> make_cufile(RequestSink *sink, const DeepLimits &limits);
 
 // True where reads of a path go around the page cache.
 constexpr bool is_direct(int path) {

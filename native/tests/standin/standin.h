@@ -1,6 +1,6 @@
 /* A stand-in for the driver of a device, for tests on machines without one.
  *
- * Built twice: as libcuda.so.1 and as libamdhip64.so. A process that has dlopen'ed one of them by path gets it again
+ * Built as libcuda.so.1, as libamdhip64.so, and with the entry points of GPUDirect Storage as libcufile.so.0. A process that has dlopen'ed one of them by path gets it again
  * when the engine asks for that name. Device memory is host memory. Each stream has a thread that runs its operations
  * in order, and copies come late, as they do on hardware: their source is read when the operation runs, not when it is
  * queued. An event captures what its stream holds when it is recorded; waiting for it captures the last record.
@@ -64,6 +64,16 @@ void standin_settle(void);
 
 /* Waits for all work of all streams, those that were destroyed too, whose threads are gone then. */
 void standin_drain(void);
+
+/* Of libcufile.so.0 alone. A reset is that of its copy of the functions above, but its driver stays open: the engine opens
+ * it once a process. A delay of copies is one of its reads. */
+void standin_cufile_reset(void);
+/* No read brings more; 0: all that is asked for. */
+void standin_cufile_set_most(uint64_t nbytes);
+uint64_t standin_cufile_handles(void);
+/* Things a right engine does not do: descriptors 0 to 2, a descriptor closed before its handle is given back, reading
+ * without a handle or a context, opening the driver twice. */
+uint64_t standin_cufile_misuses(void);
 
 #ifdef __cplusplus
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 from tensorlift.engine.sizing import KIB, MIB, EngineSize
 from tensorlift.errors import MachineError, OptionError
-from tensorlift.options import BACKENDS, LoadOptions
+from tensorlift.options import BACKENDS, HOST_BACKENDS, LoadOptions
 
 __all__ = ["AUTOMATIC", "Choice", "Found", "Trial", "axes", "search"]
 
@@ -124,7 +124,8 @@ class Found:
 def axes(size: EngineSize, *, cold: bool, device: bool, cpus: int) -> dict[str, list[str | int]]:
     """Values to try beside the automatic ones in ``size``, by setting, those that matter most first."""
     # What reads storage whatever is cached would measure the disk where the file is cached.
-    readers = [name for name in BACKENDS if cold or name not in ("URING", "AIO")]
+    known = BACKENDS if device else HOST_BACKENDS
+    readers = [name for name in known if cold or name not in ("URING", "AIO", "CUFILE")]
     values: dict[str, tuple[int, Sequence[int]]] = {}
     if cold:
         values["io_depth"] = (size.io_depth, [8, 16, 32, 64, 128])

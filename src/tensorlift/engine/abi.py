@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tensorlift.engine.events import TRACE_EVENT
+from tensorlift.engine.events import PATH_NAMES, TRACE_EVENT
 from tensorlift.engine.library import VARIABLE, find_library
 from tensorlift.errors import LibraryError, MachineError, OutOfMemoryError
 from tensorlift.options import BACKENDS
@@ -38,17 +38,8 @@ __all__ = [
     "pread",
 ]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 BACKEND_CODES = {name: code for code, name in enumerate(BACKENDS)}
-PATH_NAMES = (
-    "PREAD_BUFFERED",
-    "PREAD_DIRECT",
-    "URING_DIRECT",
-    "MMAP",
-    "URING_BUFFERED",
-    "AIO_DIRECT",
-    "AIO_BUFFERED",
-)
 DEVICE_CPU, DEVICE_CUDA, DEVICE_HIP = 0, 1, 2
 OPTION_TRACE, OPTION_WARM, DIGEST_BYTES = 1, 2, 16
 
@@ -106,7 +97,7 @@ class Options(_Structure):
         *_each(_i32, "device_kind device_index"),
         *_each(_u64, "chunk_bytes slot_bytes pinned_bytes"),
         *_each(_u32, "threads io_depth backend_count"),
-        ("backends", _u32 * 8),
+        ("backends", _u32 * 16),
         *_each(_u32, "flags reserved"),
         ("cpus", _u64 * 16),
     ]
@@ -232,7 +223,7 @@ class Abi:
         return None if reason is None else reason.decode()
 
     def backend_probe(self, backend: str, path: str) -> str | None:
-        """Tries one back end on a file with a small read: None where it works, else why not. Blocks."""
+        """Tries one back end on a file, CUFILE without a read: None where it works, else why not. Blocks."""
         error = Error()
         status = self.call["tl_backend_probe"](BACKEND_CODES[backend], os.fsencode(path), ctypes.byref(error))
         return None if status == Status.OK else error.text or f"status {status}"

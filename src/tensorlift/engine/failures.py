@@ -83,8 +83,10 @@ def exception_of(failure: Failure, shard: Shard | None) -> TensorliftError:
             failure.os_errno,
         )
     if status == Status.BACKEND:
+        # Where it was a read that the last of them refused.
+        read = f"; wanted {failure.wanted} bytes {place}, got {failure.got}" if failure.wanted else ""
         return BackendError(
-            f"{where}every back end that may be used was refused: {failure.message}; "
+            f"{where}every back end that may be used was refused: {failure.message}{read}; "
             "allow others with backend="
         )
     if status == Status.DRIVER:
