@@ -257,9 +257,13 @@ TL_API tl_status tl_engine_destroy(tl_engine *engine, tl_error *error);
 TL_API tl_status tl_arena_host(uint64_t nbytes, tl_arena **arena, uint64_t *address, tl_error *error);
 
 /* Takes over a DLManagedTensor (the pointer in an unversioned DLPack capsule): its deleter is called when the last
- * reference is gone. One reference. */
-TL_API tl_status tl_arena_adopt(void *dl_managed_tensor, tl_arena **arena, uint64_t *address,
-                                tl_error *error);
+ * reference is gone. The memory is used again in the order of owner, a stream of the device. One reference. */
+TL_API tl_status tl_arena_adopt(void *dl_managed_tensor, int32_t device_kind, int32_t device_index,
+                                uint64_t owner, tl_arena **arena, uint64_t *address, tl_error *error);
+
+/* Says that work of a stream uses the adopted arena that has this address, which the caller holds: when the last
+ * reference is gone, the owner's stream waits for all that the stream holds then. TL_ERR_ARGUMENT: there is none. */
+TL_API tl_status tl_arena_record_stream(uint64_t address, uint64_t stream, tl_error *error);
 
 /* Drops the reference that tl_arena_host or tl_arena_adopt gave. */
 TL_API void tl_arena_release(tl_arena *arena);

@@ -199,11 +199,18 @@ tl_status tl_arena_host(uint64_t nbytes, tl_arena **arena, uint64_t *address, tl
     });
 }
 
-tl_status tl_arena_adopt(void *dl_managed_tensor, tl_arena **arena, uint64_t *address, tl_error *error) {
+tl_status tl_arena_adopt(void *dl_managed_tensor, int32_t device_kind, int32_t device_index, uint64_t owner,
+                         tl_arena **arena, uint64_t *address, tl_error *error) {
     return guarded(error, [&]() -> Failure {
         if (!arena || !address) return failure(TL_ERR_ARGUMENT, "no place for the arena");
-        return tl::arena_adopt(dl_managed_tensor, arena, address);
+        return tl::arena_adopt(dl_managed_tensor, device_kind, device_index,
+                               reinterpret_cast<tl::Stream>(owner), arena, address);
     });
+}
+
+tl_status tl_arena_record_stream(uint64_t address, uint64_t stream, tl_error *error) {
+    return guarded(error,
+                   [&] { return tl::arena_record_stream(address, reinterpret_cast<tl::Stream>(stream)); });
 }
 
 void tl_arena_release(tl_arena *arena) {

@@ -2,8 +2,12 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <new>
 
 #include "dlpack.hpp"
@@ -13,6 +17,38 @@ namespace {
 
 constexpr uint64_t kHugePage = 2 << 20;
 std::atomic<uint64_t> live{0};
+
+// What was adopted and lives, by its first byte.
+struct Adopted {
+    std::mutex mutex;
+    std::map<uint64_t, tl_arena *> by_begin;
+};
+
+// Never destroyed: tensors may outlive static destructors.
+Adopted &adopted() {
+    static auto *all = new Adopted;
+    return *all;
+}
+
+// Makes the owner's stream, in whose order the memory will be used again, wait for the others that have used it.
+void order_users(const tl_arena &arena) {
+    Failure why;
+    Driver *driver = driver_for(arena.device_kind, &why);
+    if (!driver) return;
+    Bound bound(driver, arena.device_index);
+    if (bound.failure()) return;
+    for (Stream user : arena.users) {
+        Event event = nullptr;
+        if (driver->event_create(&event)) {
+            driver->stream_synchronize(user);
+            continue;
+        }
+        if (driver->event_record(event, user) || driver->stream_wait(arena.owner, event)) {
+            driver->stream_synchronize(user);
+        }
+        driver->event_destroy(event);
+    }
+}
 
 // From here on a map of its own; less comes from the heap, since a process may have 65,530 maps (vm.max_map_count).
 constexpr uint64_t kSmallestMap = 64 << 10;
@@ -49,6 +85,11 @@ void arena_hold(tl_arena *arena) {
 
 void arena_drop(tl_arena *arena) {
     if (arena->references.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    if (arena->begin != 0) {
+        std::lock_guard<std::mutex> lock(adopted().mutex);
+        adopted().by_begin.erase(arena->begin);
+    }
+    if (!arena->users.empty()) order_users(*arena);
     arena->give_back(arena);
     delete arena;
     live--;
@@ -80,19 +121,44 @@ Failure arena_host(uint64_t nbytes, tl_arena **arena, uint64_t *address) {
     return {};
 }
 
-Failure arena_adopt(void *dl_managed_tensor, tl_arena **arena, uint64_t *address) {
+Failure arena_adopt(void *dl_managed_tensor, int32_t device_kind, int32_t device_index, Stream owner,
+                    tl_arena **arena, uint64_t *address) {
     if (!dl_managed_tensor) return failure(TL_ERR_ARGUMENT, "no tensor to adopt");
-    auto *made = new (std::nothrow) tl_arena;
-    if (!made) return failure(TL_ERR_MEMORY, "no memory for an arena");
+    auto made = std::make_unique<tl_arena>();
+    const DLTensor &tensor = static_cast<DLManagedTensor *>(dl_managed_tensor)->tensor;
     made->memory = dl_managed_tensor;
+    made->begin = reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset;
+    made->nbytes = static_cast<uint64_t>(tensor.dtype.bits) * tensor.dtype.lanes / 8;
+    for (int32_t i = 0; i < tensor.ndim; i++) made->nbytes *= static_cast<uint64_t>(tensor.shape[i]);
+    made->device_kind = device_kind;
+    made->device_index = device_index;
+    made->owner = owner;
     made->give_back = [](tl_arena *self) {
         auto *managed = static_cast<DLManagedTensor *>(self->memory);
         if (managed->deleter) managed->deleter(managed);
     };
+    {
+        std::lock_guard<std::mutex> lock(adopted().mutex);
+        adopted().by_begin[made->begin] = made.get();
+    }
     live++;
-    const DLTensor &tensor = static_cast<DLManagedTensor *>(dl_managed_tensor)->tensor;
-    *arena = made;
-    *address = reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset;
+    *address = made->begin;
+    *arena = made.release();
+    return {};
+}
+
+Failure arena_record_stream(uint64_t address, Stream stream) {
+    std::lock_guard<std::mutex> lock(adopted().mutex);
+    const auto &all = adopted().by_begin;
+    const auto next = all.upper_bound(address);
+    tl_arena *arena = next == all.begin() ? nullptr : std::prev(next)->second;
+    if (!arena || address - arena->begin >= arena->nbytes || arena->device_kind == TL_DEVICE_CPU) {
+        return failure(TL_ERR_ARGUMENT, "no arena of a device has this address");
+    }
+    std::vector<Stream> &users = arena->users;
+    if (stream != arena->owner && std::find(users.begin(), users.end(), stream) == users.end()) {
+        users.push_back(stream);
+    }
     return {};
 }
 

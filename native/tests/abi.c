@@ -244,7 +244,7 @@ static void arenas_are_counted(void) {
     tl_arena_release(arena);
     CHECK(tl_arena_live() == before);
     CHECK(tl_arena_host(5000, NULL, &address, &error) == TL_ERR_ARGUMENT);
-    CHECK(tl_arena_adopt(NULL, &arena, &address, &error) == TL_ERR_ARGUMENT);
+    CHECK(tl_arena_adopt(NULL, TL_DEVICE_CPU, 0, 0, &arena, &address, &error) == TL_ERR_ARGUMENT);
     CHECK(tl_arena_host(1ull << 62, &arena, &address, &error) == TL_ERR_MEMORY);
     CHECK(tl_arena_live() == before);
 }

@@ -139,7 +139,8 @@ TEST(adopted_memory_is_given_back_once) {
     tl_error error = no_error();
     tl_arena *arena = nullptr;
     std::uint64_t address = 0;
-    REQUIRE_EQ(tl_arena_adopt(&tensor, &arena, &address, &error), TL_OK);
+    REQUIRE_EQ(tl_arena_adopt(&tensor, TL_DEVICE_CPU, 0, 0, &arena, &address, &error), TL_OK);
+    REQUIRE_EQ(tl_arena_record_stream(address, 1, &error), TL_ERR_ARGUMENT);  // it is on no device
     REQUIRE_EQ(address, reinterpret_cast<std::uintptr_t>(memory) + 16);
     REQUIRE_EQ(deleted, 0);
     tl_arena_release(arena);

@@ -41,6 +41,7 @@ from tensorlift.stats import LoadStats
 if TYPE_CHECKING:
     from tensorlift.compat import load_file, safe_open
     from tensorlift.loading import load, load_into, open  # noqa: A004 - its public name
+    from tensorlift.tensors.memory import record_stream
     from tensorlift.weights import Weights
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "load_file",
     "load_into",
     "open",
+    "record_stream",
     "safe_open",
 ]
 
@@ -80,6 +82,7 @@ _LATER = {
     "load_file": "compat",
     "load_into": "loading",
     "open": "loading",
+    "record_stream": "tensors.memory",
     "safe_open": "compat",
 }
 

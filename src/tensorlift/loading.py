@@ -81,7 +81,7 @@ def load(
     """
     begin = time.perf_counter()
     settings = LoadOptions.resolve(verify=verify, **options)
-    memory = memories.for_device(device)
+    memory = memories.for_device(device, private=settings.own != "tensor")
     with traced(settings.trace) as trace:
         clock = Clock(trace)
         with clock.phase("headers"):
@@ -170,7 +170,7 @@ def open(
     before those that were read together with a wrong one.
     """
     settings = LoadOptions.resolve(verify=verify, **options)
-    return Weights(path, memories.for_device(device), names, settings)
+    return Weights(path, memories.for_device(device, private=settings.own != "tensor"), names, settings)
 
 
 def load_into(

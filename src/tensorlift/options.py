@@ -90,6 +90,12 @@ def _parse_backend(value: object, name: str) -> tuple[str, ...]:
     return tuple(str(part) for part in given)
 
 
+def _parse_own(value: object, name: str) -> str:
+    if value in ("arena", "tensor"):
+        return str(value)
+    raise OptionError(f"{name} is {value!r}; expected 'arena' or 'tensor'")
+
+
 def _parse_progress(value: object, name: str) -> bool | Progress:
     if isinstance(value, str):
         if value.strip().lower() in _WORDS:
@@ -173,6 +179,13 @@ class LoadOptions:
         "bytes",
         "258 MiB on a device, 66 MiB on a CPU, less where buffer_size or free memory are small",
         "Capacity of an arena, the block that tensors share; a tensor kept holds back at most its arena.",
+    )
+    own: str | None = _setting(
+        _parse_own,
+        "arena, or tensor",
+        "arena",
+        "What owns memory: arenas that tensors share, or each tensor a block of its own, which holds nothing "
+        "else back, takes longer, and on a device comes from torch's own allocator.",
     )
     buffer_size: int | None = _setting(
         parse_size,

@@ -203,8 +203,9 @@ class StandInMemory:
                 ctypes.memset(block.address, POISON, nbytes)
             self.allocated += nbytes
             self.peak = max(self.peak, self.allocated)
-        handle, address = abi.library().arena_adopt(self._capsule_of(block, self.consumer))
-        return Arena(handle, address, nbytes)
+        capsule, owner = self._capsule_of(block, self.consumer), self.consumer
+        handle, address = abi.library().arena_adopt(capsule, self.native_kind, self.native_index, owner)
+        return Arena(handle, address, nbytes, owner)
 
     def _capsule_of(self, block: _Block, stream: int) -> object:
         managed = _Managed()
@@ -259,8 +260,8 @@ def device(kind: int = abi.DEVICE_CUDA, cpu_too: bool = False, **options: int) -
     stand_in = StandInMemory(kind, **options)
     original = memory_module.for_device
 
-    def for_device(wanted: object) -> memory_module.Memory:
-        return stand_in if cpu_too or str(wanted).startswith("cuda") else original(wanted)
+    def for_device(wanted: object, *, private: bool = True) -> memory_module.Memory:
+        return stand_in if cpu_too or str(wanted).startswith("cuda") else original(wanted, private=private)
 
     memory_module.for_device = for_device
     try:

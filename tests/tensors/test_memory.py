@@ -168,10 +168,10 @@ def test_blocks_that_cannot_be_taken_over_leave_nothing(
     library = abi.library()
     real, before = library.arena_adopt, library.arena_live()
 
-    def adopt(capsule: object) -> tuple[int, int]:
+    def adopt(capsule: object, *where: int) -> tuple[int, int]:
         if library.arena_live() > before:
             raise OutOfMemoryError("no")
-        return real(capsule)
+        return real(capsule, *where)
 
     monkeypatch.setattr(library, "arena_adopt", adopt)
     with pytest.raises(OutOfMemoryError):

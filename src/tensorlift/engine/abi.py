@@ -171,7 +171,12 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
     "tl_header_lists": (ctypes.py_object, (_ptr, _ptr, _ptr, _ptr, _ptr), False),
     "tl_header_free": (None, (_ptr,), False),
     "tl_arena_host": (_i32, (_u64, ctypes.POINTER(_ptr), ctypes.POINTER(_u64), _ERROR), False),
-    "tl_arena_adopt": (_i32, (_ptr, ctypes.POINTER(_ptr), ctypes.POINTER(_u64), _ERROR), False),
+    "tl_arena_adopt": (
+        _i32,
+        (_ptr, _i32, _i32, _u64, ctypes.POINTER(_ptr), ctypes.POINTER(_u64), _ERROR),
+        False,
+    ),
+    "tl_arena_record_stream": (_i32, (_u64, _u64, _ERROR), False),
     "tl_arena_release": (None, (_ptr,), False),
     "tl_arena_live": (_u64, (), False),
     "tl_arena_capsules": (
@@ -319,16 +324,24 @@ class Abi:
             raise kind(f"{nbytes} bytes of host memory could not be had: {error.text}")
         return arena.value, address.value
 
-    def arena_adopt(self, capsule: object) -> tuple[int, int]:
-        """(arena, address) of the memory of a DLPack capsule, which is used up by this."""
-        pointer, arena, address, error = _capsule_pointer(capsule, _FRESH), _ptr(), _u64(), Error()
+    def arena_adopt(self, capsule: object, kind: int, index: int, owner: int) -> tuple[int, int]:
+        """(arena, address) of the memory of a DLPack capsule, which is used up by this; ``owner``: the stream
+        of the device in whose order the memory is used again.
+        """
+        arena, address, error = _ptr(), _u64(), Error()
+        given = _capsule_pointer(capsule, _FRESH), kind, index, owner
         status = self.call["tl_arena_adopt"](
-            pointer, ctypes.byref(arena), ctypes.byref(address), ctypes.byref(error)
+            *given, ctypes.byref(arena), ctypes.byref(address), ctypes.byref(error)
         )
         if status != Status.OK or not arena.value:
             raise MachineError(f"a block of device memory could not be taken over: {error.text}")
         _capsule_rename(capsule, _USED)
         return arena.value, address.value
+
+    def arena_record_stream(self, address: int, stream: int) -> bool:
+        """Whether an adopted arena has this address; its owner's stream will wait for this one."""
+        error = Error()
+        return bool(self.call["tl_arena_record_stream"](address, stream, ctypes.byref(error)) == Status.OK)
 
     def arena_release(self, arena: int) -> None:
         """Drops the reference that arena_host or arena_adopt gave."""

@@ -151,4 +151,5 @@ def budget(options: LoadOptions, *, device: bool, free: int | None) -> Budget:
         ahead = options.buffer_size or 256 * MIB
         # A multiple of a huge page; large enough that a read of it hides the cost of asking for it.
         arena = options.arena_size or max(min(64 * MIB + SPARE, ahead // 2), 1 * MIB)
-    return Budget(arena, ahead)
+    # With this capacity nothing shares an arena.
+    return Budget(1 if options.own == "tensor" else arena, ahead)

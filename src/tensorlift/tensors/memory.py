@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 
 from tensorlift.engine import abi, machine
-from tensorlift.errors import OutOfMemoryError
+from tensorlift.errors import OutOfMemoryError, RequestError
 from tensorlift.tensors.devices import parse_device
 
-__all__ = ["Arena", "CudaMemory", "HostMemory", "Memory", "for_device"]
+__all__ = ["Arena", "CudaMemory", "HostMemory", "Memory", "check_no_capture", "for_device", "record_stream"]
 
 _log = logging.getLogger("tensorlift")
 
@@ -37,10 +37,17 @@ class Arena:
     finaliser: whoever made it closes the engine that writes into it first, then releases.
     """
 
-    __slots__ = ("address", "handle", "nbytes")
+    __slots__ = ("address", "handle", "nbytes", "owner")
 
-    def __init__(self, handle: int, address: int, nbytes: int) -> None:
+    def __init__(self, handle: int, address: int, nbytes: int, owner: int = 0) -> None:
         self.handle, self.address, self.nbytes = handle, address, nbytes
+        self.owner = owner
+        """The stream in whose order the block is used again; 0 for a host."""
+
+    def used_on(self, stream: int) -> None:
+        """Has a block that goes back wait for the work of another stream than the owner's."""
+        if stream != self.owner:
+            abi.library().arena_record_stream(self.address, stream)
 
     def release(self) -> None:
         """Drops the reference; a second call does nothing."""
@@ -131,7 +138,8 @@ class CudaMemory:
     notice.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, private: bool = True) -> None:
+        """``private``: blocks from a pool of their own."""
         hip = torch.version.hip is not None
         self.device = torch.device("cuda", index)
         self.native_kind, self.native_index = abi.DEVICE_HIP if hip else abi.DEVICE_CUDA, index
@@ -142,6 +150,8 @@ class CudaMemory:
         with torch.cuda.device(index):
             # The engine needs the primary context of this device; torch makes it at the first synchronise.
             torch.cuda.synchronize()
+        if not private:
+            return
         backend = torch.cuda.get_allocator_backend()
         if backend != "native" or not hasattr(torch.cuda, "MemPool"):
             _log.warning("no private memory pool (allocator %s): tensors come from torch's own", backend)
@@ -165,8 +175,9 @@ class CudaMemory:
                     f"{self.free_bytes()} bytes are free; lower buffer_size or arena_size: {error}"
                 ) from error
         library = abi.library()
+        where = self.native_kind, self.native_index, self.stream()
         return _all_or_none(
-            Arena(*library.arena_adopt(torch._C._to_dlpack(block)), nbytes)
+            Arena(*library.arena_adopt(torch._C._to_dlpack(block), *where), nbytes, where[-1])
             for block, nbytes in zip(blocks, sizes, strict=True)
         )
 
@@ -231,16 +242,38 @@ class CudaMemory:
         return made[0]
 
 
-def for_device(device: object) -> Memory:
+def for_device(device: object, *, private: bool = True) -> Memory:
     """The memory of a device: a str, an index or a torch.device; "cuda" means the current one.
 
-    Raises DeviceError for a device that is not there or not supported; no file or driver is touched for that.
+    ``private``: apart from what the caller's own allocations come from. Raises DeviceError for a device that
+    is not there or not supported (no file or driver is touched for that), RequestError while a graph is
+    captured.
     """
     parsed = parse_device(device)
     if parsed.type == "cpu":
         return HostMemory()
     assert parsed.index is not None
-    return CudaMemory(parsed.index)
+    check_no_capture()
+    return CudaMemory(parsed.index, private=private)
+
+
+def check_no_capture() -> None:
+    """Raises RequestError where the current stream records a graph, which would replay copies."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RequestError(
+            "the current stream is being captured into a CUDA graph, which would replay the load's copies; "
+            "load before the capture begins"
+        )
+
+
+def record_stream(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Says that work on ``stream`` uses a CUDA tensor, so that its memory is used again only after that work.
+
+    For a tensor of this package, whose memory ``tensor.record_stream`` does not know: its whole arena waits,
+    once its last tensor is gone, for what the stream holds then. Other tensors are passed on to torch.
+    """
+    if not abi.library().arena_record_stream(tensor.untyped_storage().data_ptr(), stream.cuda_stream):
+        tensor.record_stream(stream)
 
 
 def _pci_address(index: int) -> str | None:

@@ -113,6 +113,13 @@ class Part:
             raise RequestError("the load was closed")
         return self.table.tensors(first, last, arena, self.layout.offsets[first:last], memory)
 
+    def used_on(self, batch: int, stream: int) -> None:
+        """A batch that has come is handed out to work on this stream."""
+        part = slice(self.batch_edges[batch], self.batch_edges[batch + 1])
+        arena = self.arenas.get(int(self.layout.arenas[part].max(initial=-1)))
+        if arena is not None:
+            arena.used_on(stream)
+
     def release(self, batch: int) -> int:
         """Lets go of the arenas that no later batch uses, which tensors may still keep; their bytes."""
         freed = 0

@@ -188,6 +188,8 @@ class Transfer(Running):
                     part.checks.check(part.batch_edges[own], part.batch_edges[own + 1])
                 self._checked += 1
             self._arrive(self._tickets[batch], tick)
+            part, own = self._batches[batch]
+            part.used_on(own, self.memory.stream())
         self._arrived = max(self._arrived, batch + 1)
 
     def finish(self, batch: int) -> None:
