@@ -390,19 +390,3 @@ def test_a_failed_load_leaves_nothing(tmp_path: Path, large: tuple[Path, dict[st
             list(weights)
         caught.value.__traceback__ = None
         del weights, caught
-
-
-def test_each_tensor_a_block_of_its_own(written: Written) -> None:
-    before = abi.library().arena_live()
-    state = loading.load(written.path, own="tensor")
-    assert_state(state, written.tensors, ordered=False)
-    blocks = sum(tensor.numel() > 0 for tensor in state.values())
-    assert state.stats.arenas == abi.library().arena_live() - before == blocks
-    with loading.open(written.path, own="tensor") as weights:
-        for name, tensor in weights:
-            assert_tensor(tensor, written.tensors[name], name)
-
-
-def test_what_owns_memory_is_a_word(written: Written) -> None:
-    with pytest.raises(OptionError, match="own is 'block'; expected 'arena' or 'tensor'"):
-        loading.load(written.path, own="block")

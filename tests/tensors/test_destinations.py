@@ -72,3 +72,13 @@ def test_equal_addresses_on_two_devices_do_not_cross(checkpoint: Checkpoint) -> 
     ]
     crossing = destinations._crossing(targets, checkpoint)
     assert np.flatnonzero(crossing).tolist() == [2, 4]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_negated_views_are_copied_into(checkpoint: Checkpoint, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        negated = torch.zeros(2, 4, dtype=torch.complex64).conj().imag
+        negated = torch._neg_view(torch.zeros(2, 4)) if inference else negated
+    assert negated.is_neg()
+    found = matched({"a": negated, "b": torch.zeros(2, 4)}, checkpoint)
+    assert (names(found.direct), names(found.copied)) == ("b", "a")

@@ -112,6 +112,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     for name, value in pretended.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(memory.torch, "empty", stage.empty)
+    monkeypatch.setattr(
+        memory, "_empties", lambda sizes, device: [stage.empty(n, torch.uint8, device) for n in sizes]
+    )
     return stage
 
 
@@ -210,3 +213,21 @@ def test_more_than_the_machine_has_is_refused_though_each_block_would_be_promise
     with pytest.raises(OutOfMemoryError, match="machine has 2147483648,"):
         memory.HostMemory().allocate([1 << 30] * 3)
     assert abi.library().arena_live() == before
+
+
+def test_several_blocks_in_one_call() -> None:
+    blocks = memory._empties([3, 1 << 20], torch.device("cpu"))
+    assert [(tuple(b.shape), b.dtype) for b in blocks] == [((3,), torch.uint8), ((1 << 20,), torch.uint8)]
+
+
+def test_blocks_one_by_one_where_a_script_fails(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(sizes: object, device: object) -> None:
+        raise RuntimeError("The following operation failed in the TorchScript interpreter")
+
+    monkeypatch.setattr(memory, "_empties", fail)
+    arenas = memory.CudaMemory(0).allocate([8, 8])
+    assert [arena.nbytes for arena in arenas] == [8, 8]
+    released(arenas)
+    stage.fails = 9
+    with pytest.raises(OutOfMemoryError, match="16 bytes on cuda:0 in 2 arenas could not be had"):
+        memory.CudaMemory(0).allocate([8, 8])

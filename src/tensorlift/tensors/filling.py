@@ -228,9 +228,11 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 def _bump_versions(targets: list[Target]) -> None:
     """Autograd has to see that the engine changes these in place; inference tensors keep no version."""
-    changed = [target.tensor for target in targets if not target.tensor.is_inference()]
-    if changed:
+    changed = [target.tensor for target in targets]
+    try:
         torch.autograd.graph.increment_version(changed)
+    except RuntimeError:
+        torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
 
 
 class _Progress:
