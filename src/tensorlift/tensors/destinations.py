@@ -13,9 +13,11 @@ Rules
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -34,6 +36,7 @@ from tensorlift.tensors.views import torch_dtype, torch_shape
 __all__ = ["Match", "Target", "match", "tensors_of"]
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+_LAYOUT, _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("layout", "device", "dtype", "shape"))
 _PACKED = frozenset(dtype.id for dtype in dtypes.ALL if dtype.elements > 1)
 
 
@@ -102,19 +105,15 @@ def match(
     memory, MismatchError that lists every shape that differs, DeviceError.
     """
     row_of = {checkpoint.names[row]: row for row in rows}
-    known = [torch_dtype(dtype) for dtype in dtypes.ALL]
-    ids, shapes = checkpoint.dtypes.tolist(), checkpoint.shapes
-    found: list[Target] = []
-    lacking: list[tuple[str, torch.Tensor]] = []
-    for name, tensor in tensors.items():
-        row = row_of.get(name)
-        if row is not None:
-            number, shape = ids[row], shapes[row]
-            if number in _PACKED:
-                shape = torch_shape(dtypes.ALL[number], shape)
-            found.append(_target(name, tensor, row, known[number], shape))
-        elif asked(name):
-            lacking.append((name, tensor))
+    found = _found(
+        [(name, tensor, row_of[name]) for name, tensor in tensors.items() if name in row_of], checkpoint
+    )
+    few = len(found) < len(tensors)
+    lacking = (
+        [(name, tensor) for name, tensor in tensors.items() if name not in row_of and asked(name)]
+        if few
+        else []
+    )
     _check_shapes(found, checkpoint)
     winners = _winners(found)
     result = Match(
@@ -131,24 +130,56 @@ def match(
     return result
 
 
+def _found(given: list[tuple[str, torch.Tensor, int]], checkpoint: Checkpoint) -> list[Target]:
+    """The destinations as they are.
+
+    There may be 100,000 of them, and nothing is read before the last is known: where all are ordinary
+    tensors, columns are made without a step of Python for each.
+    """
+    if not given:
+        return []
+    names, tensors, rows = map(list, zip(*given, strict=True))
+    known = [torch_dtype(dtype) for dtype in dtypes.ALL]
+    ids = checkpoint.dtypes[rows].tolist()
+    wanted = [known[number] for number in ids]
+    shapes = [checkpoint.shapes[row] for row in rows]
+    if _PACKED.intersection(ids):
+        shapes = [torch_shape(dtypes.ALL[number], shape) for number, shape in zip(ids, shapes, strict=True)]
+    if not (_PLAIN.issuperset(map(type, tensors)) and set(map(_LAYOUT, tensors)) == {torch.strided}):
+        return list(map(_target, names, tensors, rows, wanted, shapes))
+    devices = list(map(_DEVICE, tensors))
+    usable = {device for device in set(devices) if device.type in ("cpu", "cuda")}
+    fits = [
+        dtype is like and size == shape and dense and not (negated or conjugated) and device in usable
+        for dtype, like, size, shape, dense, negated, conjugated, device in zip(
+            map(_DTYPE, tensors),
+            wanted,
+            map(_SHAPE, tensors),
+            shapes,
+            map(torch.Tensor.is_contiguous, tensors),
+            map(torch.Tensor.is_neg, tensors),
+            map(torch.Tensor.is_conj, tensors),
+            devices,
+            strict=True,
+        )
+    ]
+    addresses = map(torch.Tensor.data_ptr, tensors)
+    found = list(map(Target, names, tensors, rows, devices, itertools.repeat(True), fits, addresses))
+    for at in [at for at, fit in enumerate(fits) if not fit]:
+        found[at] = _target(names[at], tensors[at], rows[at], wanted[at], shapes[at])
+    return found
+
+
 def _target(
     name: str, tensor: torch.Tensor, row: int, dtype: torch.dtype | None, shape: tuple[int, ...]
 ) -> Target:
-    # A call costs 0.1 us, and there may be 100,000 tensors. With a dtype of the format none is quantised.
-    if (
-        type(tensor) in _PLAIN
-        and tensor.dtype is dtype
-        and tensor.layout is torch.strided
-        and tensor.shape == shape
-        and tensor.is_contiguous()
-        and not (tensor.is_neg() or (dtype.is_complex and tensor.is_conj()))
-        and (tensor.is_cuda or tensor.is_cpu)
-    ):
-        return Target(name, tensor, row, tensor.device, True, True, tensor.data_ptr())
+    """One destination of any kind; raises for one that cannot be loaded into."""
     plain = _is_plain(tensor)
-    if not (plain and tensor.is_contiguous() and (tensor.is_cuda or tensor.is_cpu)):
+    ready = plain and tensor.is_contiguous() and (tensor.is_cuda or tensor.is_cpu)
+    if not ready:
         _check_usable(name, tensor)
-    return Target(name, tensor, row, tensor.device, plain, False, tensor.data_ptr() if plain else 0)
+    fits = ready and tensor.dtype is dtype and tensor.shape == shape
+    return Target(name, tensor, row, tensor.device, plain, fits, tensor.data_ptr() if plain else 0)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,19 @@ from tensorlift.tensors.running import Running, Tick
 
 __all__ = ["Direct"]
 
+# Tensors that are submitted together: 2 ms of Python, which only the first ones wait for.
+_TOGETHER = 1024
+
+
+class _Planned(NamedTuple):
+    """Destinations in the order of the file: one element of each a tensor."""
+
+    targets: Sequence[Target]
+    files: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    addresses: npt.NDArray[np.uint64]
+
 
 class Direct(Running):
     """Destinations of one device on their way; the tensors must stay as they are until close()."""
@@ -35,39 +49,52 @@ class Direct(Running):
         """Makes an engine for at most ``nbytes`` bytes; see plan()."""
         self._storages: list[torch.UntypedStorage] = []
         super().__init__(memory, options, nbytes, trace=trace, digest=digest)
-        self._pieces = new_pieces(*np.zeros((4, 0), np.int64))
         self._checks: Checks | None = None
         self._nbytes = self._tensors = self._shards = self._ticket = 0
+        self._planned: _Planned | None = None
 
     def plan(
         self, checkpoint: Checkpoint, targets: Sequence[Target], expected: Expected | None = None
     ) -> None:
         """Nothing is written before start(). ``expected``: digests that wait() compares with."""
         ordered = sorted(targets, key=attrgetter("row"))
-        # Held until the engine has ended: `tensor.data = ...` in another thread frees the memory that was
-        # there.
-        self._storages += [target.tensor.untyped_storage() for target in ordered]
         rows = np.array([target.row for target in ordered], np.int64)
+        addresses = np.array([target.address for target in ordered], np.uint64)
         files, sizes = checkpoint.shard_of[rows], checkpoint.sizes[rows]
         self._nbytes, self._tensors, self._shards = int(sizes.sum()), len(rows), len(np.unique(files))
-        own = self._add_files(checkpoint, files)
-        addresses = np.array([target.address for target in ordered], np.uint64)
-        _check_inside(self._storages, addresses, sizes, ordered)
         if self.memory.native_kind == 0:
             _check_writable(addresses, sizes, ordered)
         if expected is not None:
             self._checks = Checks(self._engine, checkpoint, rows, expected)
-            self._pieces = self._checks.pieces(0, len(rows), own[files], addresses)
-        else:
-            self._pieces = merge_pieces(new_pieces(own[files], checkpoint.starts[rows], sizes, addresses))
+        self._planned = _Planned(
+            ordered, self._add_files(checkpoint, files)[files], checkpoint.starts[rows], sizes, addresses
+        )
 
     def _let_go(self) -> None:
         self._storages.clear()
 
     def start(self) -> None:
-        """Hands all pieces to the engine; from now on destinations change."""
-        if len(self._pieces):
-            self._ticket = self._engine.submit(self._pieces, self.memory.stream())
+        """Hands all pieces to the engine, which reads the first while the others are made; from now on
+        destinations change.
+        """
+        planned, self._planned = self._planned, None
+        if planned is not None:
+            for first in range(0, self._tensors, _TOGETHER):
+                self._submit(planned, slice(first, min(first + _TOGETHER, self._tensors)))
+
+    def _submit(self, planned: _Planned, part: slice) -> None:
+        targets, sizes, addresses = planned.targets[part], planned.sizes[part], planned.addresses[part]
+        # Held until the engine has ended: `tensor.data = ...` in another thread frees the memory that was
+        # there.
+        storages = [target.tensor.untyped_storage() for target in targets]
+        self._storages += storages
+        _check_inside(storages, addresses, sizes, targets)
+        if self._checks is not None:
+            pieces = self._checks.pieces(part.start, part.stop, planned.files[part], addresses)
+        else:
+            pieces = merge_pieces(new_pieces(planned.files[part], planned.starts[part], sizes, addresses))
+        if len(pieces):
+            self._ticket = self._engine.submit(pieces, self.memory.stream())
 
     def wait(self, tick: Tick | None = None) -> None:
         """Waits until all bytes are there for work on the caller's stream; compares digests before that."""
