@@ -272,6 +272,23 @@ TL_API void *tl_arena_capsules(tl_arena *arena, uint64_t address, uint64_t count
                                const int32_t *ndims, const int64_t *shapes, int32_t dl_device_type,
                                int32_t dl_device_id);
 
+/* The JSON of a file's header, read where it has the plain form that writers produce: every key of a tensor once
+ * (dtype, shape, data_offsets), no escapes in them or in names, plain integers below 2^63, names that differ. codes: the
+ * dtypes that are known, each followed by a space; the place of one is its number. Where metadata_end is not 0, the bytes
+ * between are the object of "__metadata__", of which nothing is checked. The text must be UTF-8, and stay as long as the
+ * result. NULL: it is otherwise, or there is no memory; somebody else has to read it. Blocks. */
+typedef struct tl_header tl_header;
+TL_API tl_header *tl_header_scan(const char *text, uint64_t nbytes, const char *codes, uint64_t *count,
+                                 uint64_t *metadata_begin, uint64_t *metadata_end);
+
+/* Fills arrays of count elements, in the order of the text: number of the dtype, both offsets, elements of the shape
+ * (with it, strides fit int64). Needs the GIL. Returns a list of two, of the names and of the shapes as tuples, or NULL
+ * with a Python error set. */
+TL_API void *tl_header_lists(const tl_header *header, uint8_t *dtypes, int64_t *begins, int64_t *ends,
+                             int64_t *elements);
+
+TL_API void tl_header_free(tl_header *header);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,48 +1,15 @@
 // Tensors handed out as DLPack capsules, with their final dtype and shape: one Python call for all tensors of an arena,
 // and no call of torch that would give the GIL away.
-//
-// Python's functions are looked up in the running process, so that the library needs no headers and serves every Python.
-#include <dlfcn.h>
-
 #include <cstdlib>
 
 #include "arena.hpp"
 #include "dlpack.hpp"
+#include "python.hpp"
 
 namespace tl {
 namespace {
 
 constexpr const char *kFresh = "dltensor";  // the name of a capsule that nobody has taken yet
-
-struct Python {
-    void *(*capsule_new)(void *, const char *, void (*)(void *)) = nullptr;
-    int (*capsule_is_valid)(void *, const char *) = nullptr;
-    void *(*capsule_get)(void *, const char *) = nullptr;
-    void *(*list_new)(intptr_t) = nullptr;
-    int (*list_set)(void *, intptr_t, void *) = nullptr;
-    void (*decref)(void *) = nullptr;
-    void *(*no_memory)() = nullptr;
-    bool there = false;
-};
-
-template <class Function>
-bool find(Function &function, const char *name) {
-    void *symbol = dlsym(RTLD_DEFAULT, name);
-    std::memcpy(&function, &symbol, sizeof symbol);
-    return symbol != nullptr;
-}
-
-const Python &python() {
-    static const Python found = [] {
-        Python p;
-        p.there = find(p.capsule_new, "PyCapsule_New") & find(p.capsule_is_valid, "PyCapsule_IsValid") &
-                  find(p.capsule_get, "PyCapsule_GetPointer") & find(p.list_new, "PyList_New") &
-                  find(p.list_set, "PyList_SetItem") & find(p.decref, "Py_DecRef") &
-                  find(p.no_memory, "PyErr_NoMemory");
-        return p;
-    }();
-    return found;
-}
 
 // A tensor and, behind it, its shape and strides, in one allocation.
 DLManagedTensor *make_tensor(tl_arena *arena, uint64_t address, const DLDataType &dtype, int32_t ndim,

@@ -39,7 +39,8 @@ bool Engine::all_there(const Chunk &chunk) {
 bool Engine::fetch_and_digest(Chunk *chunk, File *file, int path) {
     DigestJob *job = chunk->slot->digests.data();
     DigestJob *const end = job + chunk->slot->digests.size();
-    for (uint64_t at = chunk->begin; job != end;) {
+    uint64_t at = chunk->begin;
+    while (job != end) {
         DigestJob *const first = job;
         uint64_t until = at;
         while (job != end && (job == first || job->end() - at <= kFresh)) until = (job++)->end();
@@ -47,7 +48,8 @@ bool Engine::fetch_and_digest(Chunk *chunk, File *file, int path) {
         if (all_there(*chunk)) make_digests(*chunk->slot, first, job);
         at = until;
     }
-    return true;
+    // Pieces that are not to be digested may come last.
+    return at == chunk->end || fetch_cached(chunk, file, path, at, chunk->end);
 }
 
 void Engine::digest_slot(Slot *slot) {

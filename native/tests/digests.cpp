@@ -96,6 +96,30 @@ TEST(every_way_of_reading_digests_the_same) {
     }
 }
 
+TEST(pieces_that_are_not_digested_come_with_those_that_are) {
+    Folder folder;
+    const Bytes content = random_bytes(30000, 3);
+    write_file(folder.file("data"), content);
+    for (const std::uint32_t backend : kBackends) {
+        if (!refusal(backend, folder.file("data")).empty()) continue;
+        for (const std::uint32_t flags : {1u, 2u, 3u, 4u, 5u, 6u}) {  // bit i: whether piece i is digested
+            Engine engine(options_for(TL_DEVICE_CPU, {backend}));
+            const std::int32_t file = engine.add(folder.file("data"), content.size());
+            Bytes memory(content.size(), kCanary);
+            std::vector<tl_piece> pieces;
+            for (std::uint64_t i = 0; i < 3; ++i) {
+                pieces.push_back({i * 10000, 10000,
+                                  reinterpret_cast<std::uintptr_t>(memory.data()) + i * 10000, file,
+                                  (flags >> i) & 1 ? TL_PIECE_DIGEST : 0});
+            }
+            REQUIRE_EQ(engine.submit(pieces), TL_OK);
+            REQUIRE_EQ(engine.wait(), TL_OK);
+            engine.destroy();
+            REQUIRE_SAYING(memory == content, backend_name(backend));
+        }
+    }
+}
+
 TEST(a_load_without_digests_has_zeros) {
     Folder folder;
     Random random(3);

@@ -81,7 +81,7 @@ def test_a_file_that_became_shorter_is_truncated(tmp_path: Path) -> None:
 
 def test_a_library_without_xxhash_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What tl_digest answers there: zeros.
-    monkeypatch.setattr(abi, "digest_parts", lambda data, edges, made: None)
+    monkeypatch.setattr(digesting, "digest_parts", lambda data, edges, made: None)
     path = write_safetensors(tmp_path / "m.safetensors", {"t": random_row("U8", [3])})
     with pytest.raises(LibraryError, match="libxxhash-dev"):
         digest_checkpoint(headers(path), LoadOptions())

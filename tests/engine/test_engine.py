@@ -18,7 +18,7 @@ import xxhash
 from support import child
 from support.checkpoints import random_row, write_safetensors
 from tensorlift import sources
-from tensorlift.engine import abi
+from tensorlift.engine import abi, digesting
 from tensorlift.engine import engine as engine_module
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.events import STAGE_NAMES
@@ -320,7 +320,7 @@ def test_digests_of_pieces_and_of_memory(shard: Shard) -> None:
     assert made[1].tobytes() == bytes(16)
     assert made[2].tobytes() == xxhash.xxh3_128_digest(content[70_001:270_001])
     parts = np.zeros((3, 16), np.uint8)
-    abi.digest_parts(to, np.array([0, 300, 300, 301]), parts)
+    digesting.digest_parts(to, np.array([0, 300, 300, 301]), parts)
     assert [part.tobytes() for part in parts] == [
         xxhash.xxh3_128_digest(some) for some in (content[5:305], b"", content[1000:1001])
     ]

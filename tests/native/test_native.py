@@ -16,7 +16,7 @@ from tensorlift.engine import abi
 from tensorlift.engine.events import TRACE_EVENT
 from tensorlift.plan.pieces import PIECE
 
-PROGRAMS = ["abi", "engine", "files", "lifetime", "device", "digests", "fences", "faults"]
+PROGRAMS = ["abi", "engine", "files", "lifetime", "device", "digests", "fences", "faults", "headers"]
 SANITIZERS = {"address,undefined": "asan", "thread": "tsan"}
 # One test of the program `fences` for each fence of native/src/mutants.hpp.
 MUTANTS = {

@@ -34,7 +34,6 @@ __all__ = [
     "RefusedError",
     "Stats",
     "Status",
-    "digest_parts",
     "library",
     "pread",
 ]
@@ -177,6 +176,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
     "tl_engine_file_info": (_i32, (_ptr, _i32, ctypes.POINTER(FileInfo), _ERROR), False),
     "tl_engine_cancel": (_i32, (_ptr, _ERROR), False),
     "tl_engine_destroy": (_i32, (_ptr, _ERROR), True),
+    "tl_header_scan": (_ptr, (_text, _u64, _text, _ptr, _ptr, _ptr), True),
+    "tl_header_lists": (ctypes.py_object, (_ptr, _ptr, _ptr, _ptr, _ptr), False),
+    "tl_header_free": (None, (_ptr,), False),
     "tl_arena_host": (_i32, (_u64, ctypes.POINTER(_ptr), ctypes.POINTER(_u64), _ERROR), False),
     "tl_arena_adopt": (_i32, (_ptr, ctypes.POINTER(_ptr), ctypes.POINTER(_u64), _ERROR), False),
     "tl_arena_release": (None, (_ptr,), False),
@@ -356,17 +358,6 @@ class Abi:
             arena, address, len(arrays[0]), *pointers, *device
         )
         return capsules
-
-
-def digest_parts(data: _Bytes, edges: npt.NDArray[np.int64], made: _Bytes) -> None:
-    """``made[i]`` (16 bytes, big endian): XXH3-128 of the bytes from ``edges[i]`` to ``edges[i + 1]``.
-
-    All arrays contiguous. Keeps the GIL, so for few bytes a part.
-    """
-    function, source, target = library().call["tl_digest"], data.ctypes.data, made.ctypes.data
-    begins, nbytes = (edges[:-1] + source).tolist(), np.diff(edges).tolist()
-    for part, (begin, size) in enumerate(zip(begins, nbytes, strict=True)):
-        function(begin, size, target + part * DIGEST_BYTES)
 
 
 _pread = ctypes.CDLL(None, use_errno=True).pread64

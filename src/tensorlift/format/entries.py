@@ -1,23 +1,18 @@
 """The JSON of a header as checked columns.
 
-Two ways lead to the same columns. The quick one decodes everything at once and looks at whole columns;
-whatever makes it doubt (it never says what) sends the header down the exact one, which takes entry after
-entry, names the first that breaks a rule, or finds none. So no check of the quick way needs words, and no
-check of the exact one speed.
+Two ways lead to the same columns. The quick one takes what a scanner found (the native library's) and
+looks at whole columns; whatever makes it doubt (it never says what) sends the header down the exact one,
+which takes entry after entry, names the first that breaks a rule, or finds none. So no check of the quick
+way needs words, and no check of the exact one speed.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,7 +20,7 @@ from tensorlift.errors import HeaderError
 from tensorlift.format.dtypes import ALL, BY_CODE
 from tensorlift.format.quoting import clean, plural, quote
 
-__all__ = ["METADATA_KEY", "Columns", "read"]
+__all__ = ["METADATA_KEY", "Columns", "Scanned", "read"]
 
 METADATA_KEY = "__metadata__"
 """The one key of a header that is no tensor: a map of strings to strings."""
@@ -48,22 +43,28 @@ class Columns:
     ends: npt.NDArray[np.int64]
 
 
-class _Entry(msgspec.Struct, gc=False):
-    """One tensor, as far as decoding checks it; other keys are skipped. No default passes the checks."""
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """What a scanner found in a header whose entries are all there, with names that differ.
 
-    dtype: str = ""
-    shape: tuple[int, ...] = (-1,)
-    data_offsets: tuple[int, int] = (-1, -1)
+    ``begins`` are not negative and not behind ``ends``; ``elements`` has those of each shape, whose strides
+    fit int64; ``metadata`` is the JSON of an object, not checked.
+    """
+
+    names: list[str]
+    dtypes: npt.NDArray[np.uint8]
+    shapes: list[tuple[int, ...]]
+    begins: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    elements: npt.NDArray[np.int64]
+    metadata: bytes | None
 
 
-_DECODER = msgspec.json.Decoder(dict[str, _Entry])
-_JSON = json.JSONDecoder()
-
-
-def read(raw: bytes | memoryview, path: str) -> Columns:
+def read(raw: bytes | memoryview, path: str, scanned: Scanned | None = None) -> Columns:
     """Decodes the JSON bytes of a header and checks each entry by itself: its keys, dtype, shape and size.
 
-    How the entries' ranges lie to each other and to the file is not looked at. Raises HeaderError.
+    ``scanned``: what a scanner found in the same bytes, if it could. How the entries' ranges lie to each
+    other and to the file is not looked at. Raises HeaderError.
     """
     try:
         text = str(raw, "utf-8")
@@ -72,84 +73,30 @@ def read(raw: bytes | memoryview, path: str) -> Columns:
             f"{clean(path)}: the header is no UTF-8 text: {error.reason} at byte {error.start:,} of it; "
             "the file is damaged, or it is no safetensors file"
         ) from None
-    with _collector_paused():
-        columns = _quick(raw, text)
-        return columns if columns is not None else _exact(text, path)
+    columns = _quick(scanned) if scanned is not None else None
+    return columns if columns is not None else _exact(text, path)
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Without this the garbage collector looks through all tuples again and again while they are made."""
-    if not gc.isenabled():
-        yield
-        return
-    try:
-        gc.disable()
-        yield
-    finally:
-        gc.enable()
-
-
-def _quick(raw: bytes | memoryview, text: str) -> Columns | None:
+def _quick(scanned: Scanned) -> Columns | None:
     """The columns, or None where anything at all is doubtful."""
-    # A colon spelled as an escape would upset the count in `_has_duplicates`. (One character is found much
-    # faster than several, and most headers have no escape at all.)
-    if "\\" in text and ("\\u003a" in text or "\\u003A" in text):
+    metadata = None
+    if scanned.metadata is not None:
+        try:
+            metadata = json.loads(scanned.metadata, object_pairs_hook=_pairs, parse_constant=_constant)
+            _exact_metadata(metadata, "")
+        except (ValueError, RecursionError, HeaderError):
+            return None
+    if not _sizes_fit(scanned):
         return None
-    try:
-        table = _DECODER.decode(raw)
-        metadata = _metadata_of(text) if table.pop(METADATA_KEY, None) is not None else None
-        names, entries = list(table), list(table.values())
-        ids = np.frombuffer(bytes([_IDS[entry.dtype] for entry in entries]), dtype=np.uint8)
-        shapes = [entry.shape for entry in entries]
-        products = {shape: _elements(shape) for shape in set(shapes)}  # most tensors share a few shapes
-        counts = np.array([products[shape] for shape in shapes], dtype=np.int64)
-        offsets = chain.from_iterable([entry.data_offsets for entry in entries])
-        bounds = np.fromiter(offsets, np.int64, 2 * len(entries)).reshape(-1, 2)
-    except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError, OverflowError):
-        return None
-    if min(map(min, filter(None, products)), default=0) < 0 or _has_duplicates(text, names, metadata):
-        return None
-    if not _sizes_fit(counts, ids, bounds) or not all(map(_countable, products)):
-        return None
-    return Columns(metadata, names, ids, shapes, bounds[:, 0], bounds[:, 1])
+    return Columns(metadata, scanned.names, scanned.dtypes, scanned.shapes, scanned.begins, scanned.ends)
 
 
-def _metadata_of(text: str) -> dict[str, str]:
-    """The metadata of a header that has some, taken out at its key; raises where it is not easily found."""
-    key = f'"{METADATA_KEY}":'
-    if text.count(key) != 1:
-        raise ValueError("not found once")
-    found, _ = _JSON.raw_decode(text, text.index(key) + len(key))
-    if type(found) is not dict or set(map(type, found.values())) - {str}:
-        raise TypeError("no map of strings")
-    return found
-
-
-def _has_duplicates(text: str, names: list[str], metadata: dict[str, str] | None) -> bool:
-    """Whether a key may have come twice (or one that is not needed at all).
-
-    Decoding keeps the last of equal keys and forgets the others. But each pair has its colon: four for a
-    tensor (its name and three keys), one for the metadata and one for each pair in it, and those inside names
-    and metadata. Were there more, some pair went missing. Colons spelled as escapes were excluded
-    before.
-    """
-    colons = 4 * len(names) + "".join(names).count(":")
-    if metadata is not None:
-        colons += 1 + len(metadata) + sum(k.count(":") + v.count(":") for k, v in metadata.items())
-    return text.count(":") != colons
-
-
-def _sizes_fit(
-    counts: npt.NDArray[np.int64], ids: npt.NDArray[np.uint8], bounds: npt.NDArray[np.int64]
-) -> bool:
+def _sizes_fit(scanned: Scanned) -> bool:
     """Whether ranges are as long as shapes and dtypes say; False also where int64 might not hold the bits."""
-    if not len(counts):
-        return True
-    if counts.max() > _LARGEST // 64 or bounds.min() < 0:
+    if scanned.elements.max(initial=0) > _LARGEST // 64:
         return False
-    bits = counts * _BITS[ids]
-    return not (bits & 7).any() and bool(((bits >> 3) == bounds[:, 1] - bounds[:, 0]).all())
+    bits = scanned.elements * _BITS[scanned.dtypes]
+    return not (bits & 7).any() and bool(((bits >> 3) == scanned.ends - scanned.begins).all())
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tensorlift.errors import HeaderError, TruncatedError
 from tensorlift.format.dtypes import ALL
-from tensorlift.format.entries import Columns, read
+from tensorlift.format.entries import Columns, Scanned, read
 from tensorlift.format.foreign import PREFIX_BYTES, recognise
 from tensorlift.format.quoting import clean, plural, quote
 
@@ -103,8 +103,8 @@ def _refuse_foreign(prefix: bytes, where: str) -> None:
         raise HeaderError(f"{where}: this is no safetensors file but {kind[0]}; {kind[1]}")
 
 
-def parse(raw: bytes | memoryview, file_bytes: int, path: str) -> Header:
-    """The header from exactly its JSON bytes.
+def parse(raw: bytes | memoryview, file_bytes: int, path: str, scanned: Scanned | None = None) -> Header:
+    """The header from exactly its JSON bytes; `scanned` is what a scanner found in them, if it could.
 
     Raises HeaderError for whatever breaks a rule of the format, naming file, tensor, what was wanted and
     found, and TruncatedError where the header is right and the file ends too early.
@@ -112,7 +112,7 @@ def parse(raw: bytes | memoryview, file_bytes: int, path: str) -> Header:
     where = clean(path)
     if bytes(raw[:1]) != b"{":
         raise HeaderError(f"{where}: the header has to begin with '{{', found {quote(bytes(raw[:8]))}")
-    columns = read(raw, path)
+    columns = read(raw, path, scanned)
     first_byte = LENGTH_BYTES + len(raw)
     data_bytes = file_bytes - first_byte
     begins, ends = columns.begins, columns.ends

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from queue import SimpleQueue
 from typing import TypeAlias
 
+from tensorlift.engine.headers import HeaderScan
 from tensorlift.errors import TruncatedError
 from tensorlift.format.checkpoint import Checkpoint, Shard, check_together, join, join_some
 from tensorlift.format.header import LENGTH_BYTES, PREFIX_BYTES, header_length, parse
@@ -52,8 +53,8 @@ def read_headers_in_parts(found: Found) -> Generator[Checkpoint, None, None]:
     seen: set[tuple[int, int]] = set()
     members = found.members
     begin, wanted, held = 0, 0, 0
-    for at, (source, info, raw) in enumerate(_read_all(found.files)):
-        shard = _parsed(source, info, raw)
+    for at, (source, info, scan) in enumerate(_read_all(found.files)):
+        shard = _parsed(source, info, scan)
         # Without an index two names may mean one file.
         if found.weight_map is not None or (shard.device, shard.inode) not in seen:
             some.append(shard)
@@ -69,7 +70,7 @@ def read_headers_in_parts(found: Found) -> Generator[Checkpoint, None, None]:
             some, begin, wanted, held = [], at + 1, _PART_BYTES, 0
 
 
-_Read: TypeAlias = "tuple[Source, os.stat_result, bytes]"
+_Read: TypeAlias = "tuple[Source, os.stat_result, HeaderScan]"
 
 
 class _Taken:
@@ -79,10 +80,10 @@ class _Taken:
 
 
 def _read_all(files: Sequence[Source]) -> Iterator[_Read]:
-    """Header bytes in the order of the files, read by a few threads where there are several.
+    """Headers in the order of the files, read by a few threads where there are several.
 
-    Parsing holds the GIL anyway, so the caller's thread does it while the next files are read; no more than
-    twice the threads' number of headers wait in memory.
+    What has to hold the GIL the caller's thread does while the next files are read; no more than twice the
+    threads' number of headers wait in memory.
     """
     if len(files) == 1:
         yield _read(files[0])
@@ -140,7 +141,12 @@ def _work(
 
 
 def _read(source: Source) -> _Read:
-    """The JSON bytes of a file's header."""
+    info, raw = _header_bytes(source)
+    return source, info, HeaderScan(raw)
+
+
+def _header_bytes(source: Source) -> tuple[os.stat_result, bytes]:
+    """A file's facts, and the JSON bytes of its header."""
     try:
         # O_NONBLOCK: opening a named pipe that took the file's place must not wait for a writer.
         fd = os.open(source.absolute, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -157,9 +163,9 @@ def _read(source: Source) -> _Read:
         head = os.read(fd, _FIRST_READ)
         length = header_length(head[:PREFIX_BYTES], info.st_size, source.path)
         if LENGTH_BYTES + length <= len(head):
-            return source, info, head[LENGTH_BYTES : LENGTH_BYTES + length]
+            return info, head[LENGTH_BYTES : LENGTH_BYTES + length]
         os.lseek(fd, LENGTH_BYTES, os.SEEK_SET)
-        return source, info, _read_exactly(fd, length, source.path)
+        return info, _read_exactly(fd, length, source.path)
     except OSError as error:
         raise refused(error, source.path, "read") from None
     finally:
@@ -181,6 +187,6 @@ def _read_exactly(fd: int, nbytes: int, path: str) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _parsed(source: Source, info: os.stat_result, raw: bytes) -> Shard:
-    header = parse(raw, info.st_size, source.path)
+def _parsed(source: Source, info: os.stat_result, scan: HeaderScan) -> Shard:
+    header = parse(scan.raw, info.st_size, source.path, scan.result())
     return Shard(source.path, source.absolute, info.st_size, info.st_dev, info.st_ino, header)
