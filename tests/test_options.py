@@ -134,3 +134,10 @@ def test_every_field_says_what_it_is() -> None:
         assert field.default is None
         assert {"unit", "doc", "automatic", "parse"} <= set(field.metadata)
         assert LoadOptions.variable(field.name) == f"TENSORLIFT_{field.name.upper()}"
+
+
+@pytest.mark.parametrize("name", ["trace", "verify"])
+@pytest.mark.parametrize("path", ["a\0b.json", "half \ud800.json", " "])
+def test_paths_that_no_kernel_takes(name: str, path: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} is"):
+        LoadOptions.resolve({}, **{name: path})

@@ -99,13 +99,24 @@ def _parse_progress(value: object, name: str) -> bool | Progress:
     )
 
 
+def _is_path(value: object) -> bool:
+    """Text that can be given to the kernel: not empty, no NUL, no half of a surrogate pair."""
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        return False
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _parse_verify(value: object, name: str) -> bool | str | Mapping[str, str]:
     if isinstance(value, str) and value.strip().lower() in _WORDS:
         return _WORDS[value.strip().lower()]
     if isinstance(value, (bool, Mapping)):
         return value
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if isinstance(path, str) and path.strip():
+    if isinstance(path, str) and _is_path(path):
         return path
     raise OptionError(
         f"{name} is {value!r}; expected true, false, the path of a file of digests, or digests by tensor name"
@@ -114,9 +125,9 @@ def _parse_verify(value: object, name: str) -> bool | str | Mapping[str, str]:
 
 def _parse_trace(value: object, name: str) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
-    if not isinstance(path, str) or not path.strip():
-        raise OptionError(f"{name} is {value!r}; expected the path of a file to write")
-    return path
+    if isinstance(path, str) and _is_path(path):
+        return path
+    raise OptionError(f"{name} is {value!r}; expected the path of a file to write")
 
 
 def _setting(parse: Callable[[object, str], Any], unit: str, automatic: str, doc: str) -> Any:
@@ -189,7 +200,7 @@ class LoadOptions:
         "none",
         "What each thread did when, in the Trace Event format, which ui.perfetto.dev opens; written at the "
         "end of a load, after an error too (safe_open writes one in get_tensors() alone). Each load replaces "
-        "the file; {pid} in the path becomes the process's id.",
+        "its own file of before, and nothing else; {pid} in the path becomes the process's id.",
     )
 
     verify: bool | str | Mapping[str, str] | None = _setting(

@@ -10,9 +10,9 @@ import pytest
 
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.digests import headers
-from tensorlift.errors import CheckpointNotFoundError, DigestError, ReadError, RequestError
+from tensorlift import outputs
+from tensorlift.errors import CheckpointNotFoundError, DigestError, MachineError, RequestError
 from tensorlift.format.digests import FileRecord, Sidecar, encode
-from tensorlift.sources import sidecars
 from tensorlift.sources.sidecars import find_sidecar, read_sidecar, sidecar_to_write, write_sidecar
 
 SIDECAR = Sidecar((FileRecord("f", 7),), ())
@@ -77,8 +77,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sidecars.os, "fsync", full)
-    with pytest.raises(ReadError, match=r"d\.json: could not be written: No space left"):
+    monkeypatch.setattr(outputs.os, "fsync", full)
+    with pytest.raises(MachineError, match=r"d\.json could not be written: No space left"):
         write_sidecar(str(path), SIDECAR)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["d.json"]

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tensorlift.cli.console import EXIT_MACHINE, data_console, guarded
 from tensorlift.errors import RequestError
+from tensorlift.outputs import check_folder
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def command(
     wanted = chosen(rivals, rival_path)
     if plot is not None:
         chart.check_plot(plot)
+    if results is not None:
+        check_folder(str(results), "--results")
     where = str(parse_device(device))
     record, rates, entries, ceiling = _measure(path, where, wanted, cache, runs, timeout)
     if as_json:

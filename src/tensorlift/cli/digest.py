@@ -66,10 +66,13 @@ def command(
 ) -> None:
     """Write the digest of every tensor; 'verify' and load(verify=True) compare with them."""
     from tensorlift import sources
-    from tensorlift.sources.sidecars import sidecar_to_write, write_sidecar
+    from tensorlift.sources.sidecars import check_place, sidecar_to_write, write_sidecar
 
     checkpoint = sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths))
     path = sidecar_to_write(checkpoint) if out is None else out
+    check_place(
+        path, checkpoint, "--out" if out is not None else "the place of the digests (--out names another)"
+    )
     made = make(checkpoint)
     write_sidecar(path, made.sidecar)
     if as_json:

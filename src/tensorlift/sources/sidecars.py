@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
-import tempfile
 from collections.abc import Mapping
 
 import numpy as np
@@ -25,11 +23,13 @@ from tensorlift.format.digests import (
 from tensorlift.format.listing import INDEX_SUFFIX
 from tensorlift.format.quoting import clean
 from tensorlift.options import LoadOptions
+from tensorlift.outputs import Kind, check_output, write_output
 from tensorlift.sources.problems import refused
 
 __all__ = [
     "FILE_SUFFIX",
     "FOLDER_NAME",
+    "check_place",
     "expected_digests",
     "find_sidecar",
     "read_sidecar",
@@ -41,6 +41,8 @@ FOLDER_NAME = "tensorlift.digests.json"
 """The sidecar of a folder lies in it."""
 FILE_SUFFIX = ".digests.json"
 """The sidecar of a single file is called like it, with this behind."""
+
+_DIGESTS = Kind("a file of digests", b"{", b'"tensorlift.digests"')
 
 
 def expected_digests(
@@ -127,31 +129,12 @@ def read_sidecar(path: str) -> Sidecar:
     return decode(raw, path)
 
 
+def check_place(path: str, checkpoint: Checkpoint, option: str) -> None:
+    """Raises OptionError or MachineError where the digests of a checkpoint cannot or must not be written."""
+    check_output(path, _DIGESTS, option, ((shard.device, shard.inode) for shard in checkpoint.shards))
+
+
 def write_sidecar(path: str, sidecar: Sidecar) -> None:
-    """Writes digests; a file of that name is replaced once all is on disk, or stays as it is. ReadError."""
-    folder, name = os.path.split(path)
-    try:
-        fd, unfinished = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=folder or ".")
-        try:
-            with open(fd, "wb") as file:
-                file.write(encode(sidecar))
-                file.flush()
-                # mkstemp makes files for the owner alone; digests are as readable as anything one writes.
-                os.fchmod(fd, 0o666 & ~_umask())
-                os.fsync(fd)
-            os.replace(unfinished, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(unfinished)
-            raise
-    except OSError as error:
-        raise refused(error, path, "written") from None
-
-
-def _umask() -> int:
-    """The process's mask, from proc(5): asking os.umask() would change it for other threads meanwhile."""
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-            return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
-    except (OSError, StopIteration):
-        return 0o077
+    """Writes digests; what is there is replaced once all is on disk, or stays as it is. MachineError."""
+    with write_output(path, "the file of digests") as file:
+        file.write(encode(sidecar))
