@@ -61,7 +61,8 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         self._options = LoadOptions.resolve(**options)
         self._memory = memories.for_device(device)
         self._checkpoint = sources.read_headers(sources.find(filename))
-        self._expected = sources.expected_digests(self._checkpoint, self._checkpoint.select(), self._options)
+        rows = self._checkpoint.select()
+        self._expected = sources.expected_digests(self._checkpoint, rows, self._options, whole=True)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._files: dict[int, int] = {}

@@ -111,7 +111,7 @@ def load_tensors(
 ) -> LoadedState:
     """load() of a checkpoint whose headers are read; its ``stats`` lack the total."""
     rows = checkpoint.select(names)
-    expected = sources.expected_digests(checkpoint, rows, settings)
+    expected = sources.expected_digests(checkpoint, rows, settings, whole=names is None)
     rules = _rules(_budget(settings, memory), memory, uniform=False)
     return _collected(Transfer.of(checkpoint, rows, memory, settings, rules, clock, expected), (), settings)
 
@@ -194,7 +194,7 @@ class Weights:
             self._clock = Clock(ending.enter_context(traced(settings.trace)))
             self._checkpoint = _headers(path, self._clock)
             self._rows = self._checkpoint.select(names)
-            self._expected = sources.expected_digests(self._checkpoint, self._rows, settings)
+            self._expected = sources.expected_digests(self._checkpoint, self._rows, settings, names is None)
             # From here on the end of the pass, or close(), ends the trace.
             self._ending = ending.pop_all()
         self._pass: _Pass | None = None
@@ -362,7 +362,7 @@ def load_into(
         clock = Clock(trace)
         checkpoint = _headers(path, clock)
         rows = checkpoint.select(names)
-        expected = sources.expected_digests(checkpoint, rows, settings)
+        expected = sources.expected_digests(checkpoint, rows, settings, whole=names is None)
         filled = fill(model, checkpoint, rows, names, strict, settings, clock, expected)
     return Filled(
         filled.missing_keys, filled.unexpected_keys, _timed(filled.stats, time.perf_counter() - begin)

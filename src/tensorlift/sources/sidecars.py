@@ -5,21 +5,15 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from tensorlift.errors import DigestError, RequestError
+from tensorlift.errors import DigestError, OutOfMemoryError, RequestError
 from tensorlift.format.checkpoint import Checkpoint
-from tensorlift.format.digests import (
-    LONGEST_SIDECAR,
-    Expected,
-    Sidecar,
-    decode,
-    encode,
-    expect,
-    expect_given,
-)
+from tensorlift.format.comparing import expect, expect_given
+from tensorlift.format.digests import LONGEST_SIDECAR, Expected, Sidecar, decode, encode
 from tensorlift.format.listing import INDEX_SUFFIX
 from tensorlift.format.quoting import clean
 from tensorlift.options import LoadOptions
@@ -32,6 +26,7 @@ __all__ = [
     "check_place",
     "expected_digests",
     "find_sidecar",
+    "is_of_all",
     "read_sidecar",
     "sidecar_to_write",
     "write_sidecar",
@@ -42,15 +37,17 @@ FOLDER_NAME = "tensorlift.digests.json"
 FILE_SUFFIX = ".digests.json"
 """The sidecar of a single file is called like it, with this behind."""
 
+_PART = 1 << 20
 _DIGESTS = Kind("a file of digests", b"{", b'"tensorlift.digests"')
 
 
 def expected_digests(
-    checkpoint: Checkpoint, rows: npt.NDArray[np.int64], options: LoadOptions
+    checkpoint: Checkpoint, rows: npt.NDArray[np.int64], options: LoadOptions, whole: bool
 ) -> Expected | None:
     """What ``options.verify`` asks of the given rows; None where nothing is to be checked.
 
-    Raises DigestError where there are no digests, or they do not fit the headers; reads no tensor.
+    ``whole``: all tensors were asked for, not some by name, so none may be missing. Raises DigestError where
+    there are no digests, or they do not fit the headers; reads no tensor.
     """
     verify = options.verify
     if verify is None or verify is False:
@@ -58,7 +55,17 @@ def expected_digests(
     if isinstance(verify, Mapping):
         return expect_given(verify, checkpoint)
     path = find_sidecar(checkpoint) if verify is True else verify
-    return expect(read_sidecar(path), checkpoint, rows.tolist(), path)
+    sidecar, all_files = read_sidecar(path), is_of_all(path, checkpoint)
+    return expect(sidecar, checkpoint, rows.tolist(), path, whole=whole, all_files=all_files)
+
+
+def is_of_all(path: str, checkpoint: Checkpoint) -> bool:
+    """Whether a sidecar is the one of the whole folder or index that the checkpoint was asked for by."""
+    try:
+        own = sidecar_to_write(checkpoint)
+    except RequestError:
+        return False
+    return os.path.basename(own) == FOLDER_NAME and os.path.realpath(own) == os.path.realpath(path)
 
 
 def _folder_of(checkpoint: Checkpoint) -> str | None:
@@ -119,14 +126,30 @@ def read_sidecar(path: str) -> Sidecar:
         with open(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise DigestError(f"{clean(path)}: wanted a file of digests, found no regular file")
-            raw = file.read(LONGEST_SIDECAR + 1)
+            return decode(_bytes_of(file, path), path)
+    except MemoryError:
+        raise OutOfMemoryError(f"{clean(path)}: there is not enough memory for these digests") from None
     except OSError as error:
         if isinstance(error, IsADirectoryError):
             raise DigestError(
                 f"{clean(path)}: wanted a file of digests, found a folder; verify=True finds them by itself"
             ) from None
         raise refused(error, path, "read") from None
-    return decode(raw, path)
+
+
+def _bytes_of(file: BinaryIO, path: str) -> bytes:
+    """All bytes, in parts: one read of the most that may be would take all that memory for a small file."""
+    nbytes = os.fstat(file.fileno()).st_size
+    parts: list[bytes] = []
+    while nbytes <= LONGEST_SIDECAR and (part := file.read(_PART)):
+        parts.append(part)
+        nbytes = max(nbytes, sum(map(len, parts)))
+    if nbytes > LONGEST_SIDECAR:
+        raise DigestError(
+            f"{clean(path)}: {nbytes:,} bytes, and files of digests have {LONGEST_SIDECAR:,} at most: "
+            "this is none"
+        )
+    return b"".join(parts)
 
 
 def check_place(path: str, checkpoint: Checkpoint, option: str) -> None:
