@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import EXIT_MACHINE, data_console, guarded
+from tensorlift.cli.console import EXIT_MACHINE, MOST_SECONDS, data_console, guarded, number
 from tensorlift.errors import RequestError
 from tensorlift.outputs import check_folder
 from tensorlift.stats import human_bytes
@@ -26,6 +26,11 @@ __all__ = ["command"]
 # The same as bench.race.SHARES and bench.rivals.DEFAULT, which would import numpy before --help.
 _CACHES = "warm, cold, half or as-is"
 _DEFAULT = "safetensors,fastsafetensors,runai,instanttensor"
+
+_NOTES = (
+    "a ceiling is the best of its samples, what a loader has is the median of those that count",
+    "safetensors is its load_file; to a CPU each tensor is cloned too, for it would lie in a map of the file",
+)
 
 
 @guarded
@@ -45,7 +50,9 @@ def command(
         help=f"What is in the page cache before each sample: {_CACHES} (as the one before left it).",
     ),
     runs: int = typer.Option(5, min=1, help="Samples of each loader that count; one more comes first."),
-    timeout: float = typer.Option(600.0, min=1.0, help="Seconds after which a load counts as hung."),
+    timeout: float = typer.Option(
+        600.0, min=1.0, max=MOST_SECONDS, callback=number, help="Seconds after which a load counts as hung."
+    ),
     plot: Path | None = typer.Option(None, help="Write a bar chart: .png, .svg or .pdf; needs matplotlib."),
     results: Path | None = typer.Option(None, help="A folder to write the results file to."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
@@ -119,6 +126,7 @@ def _measure(
         settings,
         ceilings=[rate.record() for rate in heights],
         ceiling=ceiling,
+        notes=list(_NOTES),
         loaders=[entry.record() for entry in entries],
     )
     return record, heights, entries, ceiling
@@ -130,16 +138,20 @@ def _say(text: str) -> None:
 
 def _print(rates: list[Rate], entries: list[Entry], ceiling: float) -> None:
     console = data_console()
-    table = _table("ceiling", "GB/s", "all")
+    table = _table("ceiling", "GB/s, best", "all")
     for rate in rates:
         every = ", ".join(f"{sample / 1e9:.2f}" for sample in rate.samples) or f"refused: {rate.refused}"
         table.add_row(rate.name, f"{rate.rate / 1e9:.2f}" if rate.samples else "-", every)
     console.print(table)
     console.print()
-    table = _table("loader", "GB/s", "of ceiling", "median s", "samples", "resident", "pinned", "device")
+    table = _table(
+        "loader", "GB/s, median", "of ceiling", "median s", "samples", "resident", "pinned", "device"
+    )
     for entry in entries:
         if not entry.ok:
-            table.add_row(entry.rival.name, entry.status, "", "", entry.reason)
+            before = ", ".join(f"{seconds:.3f}" for seconds in entry.series.seconds)
+            reason = entry.reason + (f" (samples before it, s: {before})" if before else "")
+            table.add_row(entry.rival.name, entry.status, "", "", reason)
             continue
         series = entry.series
         memory = [entry.peak(f"{kind}_peak_bytes") for kind in ("resident", "pinned", "device")]
@@ -155,6 +167,8 @@ def _print(rates: list[Rate], entries: list[Entry], ceiling: float) -> None:
     console.print(
         f"cached before each sample: {entries[0].cached:.3f}; ceiling for that: {ceiling / 1e9:.2f} GB/s"
     )
+    for note in _NOTES:
+        console.print(note)
 
 
 def _table(first: str, *rest: str) -> Table:

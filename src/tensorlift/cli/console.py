@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import math
 import os
 import sys
 import textwrap
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from tensorlift.errors import FileError, MachineError, TensorliftError
 
-__all__ = ["EXIT_CODES", "data_console", "exit_code", "guarded", "print_error"]
+__all__ = ["EXIT_CODES", "MOST_SECONDS", "data_console", "exit_code", "guarded", "number", "print_error"]
 
 EXIT_FILE = 1
 EXIT_REQUEST = 2
@@ -38,6 +39,9 @@ EXIT_CODES = {
     EXIT_INTERRUPTED: "interrupted by Ctrl-C",
     EXIT_BROKEN_PIPE: "the reader of the output went away",
 }
+
+MOST_SECONDS = 1e6
+"""More no verb takes: the kernel's and Python's waits overflow not far above."""
 
 P = ParamSpec("P")
 
@@ -60,6 +64,13 @@ def exit_code(error: BaseException) -> int:
 
 def _is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _NO_ROOM
+
+
+def number(value: float) -> float:
+    """For options that are numbers: "nan" reads as one, and is in no range."""
+    if math.isnan(value):
+        raise typer.BadParameter("expected a number")
+    return value
 
 
 def print_error(error: BaseException) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import data_console, guarded
+from tensorlift.cli.console import MOST_SECONDS, data_console, guarded, number
 from tensorlift.errors import OptionError
 from tensorlift.options import LoadOptions
 from tensorlift.stats import human_bytes
@@ -35,7 +35,13 @@ def command(
         metavar="PATH...", help="A file, files, a folder or a Hub id in the cache."
     ),
     device: str = typer.Option("cpu", help="Where to: cpu, cuda, cuda:1."),
-    seconds: float = typer.Option(45.0, min=1.0, help="About how long to measure."),
+    seconds: float = typer.Option(
+        45.0,
+        min=1.0,
+        max=MOST_SECONDS,
+        callback=number,
+        help="About how long to measure, all states together.",
+    ),
     state: str = typer.Option("both", help="What is cached while measuring: warm, cold or both."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
