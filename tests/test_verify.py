@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support import standin
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.digests import CHUNK, digests_of, flip, headers
-from tensorlift import loading
+from tensorlift import compat, loading
 from tensorlift.compat import safe_open
 from tensorlift.engine import abi
 from tensorlift.engine.digesting import digest_checkpoint
@@ -183,6 +183,31 @@ def test_only_what_is_selected_is_compared(written: Written) -> None:
     flip(written.files[1], -1)
     state = loading.load(written.path, names="layers.0.*", verify=True)
     assert state.stats.verified == len(state) == 10
+
+
+def test_small_tensors_are_checked_without_an_engine(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = headers(single)
+    small = [name for name, size in zip(checkpoint.names, checkpoint.sizes, strict=True) if size <= CHUNK]
+    monkeypatch.setattr(compat.Transfer, "of", None)
+    monkeypatch.setattr(compat, "Engine", None)
+    with safe_open(single, "pt", verify=True) as file:
+        for name in small:
+            file.get_tensor(name)
+    flip(single, -SIZES[-1])
+    try:
+        with safe_open(single, "pt", verify=True) as file:
+            with pytest.raises(DigestError, match=f"tensor '{small[-1]}': digest is .*, expected"):
+                file.get_tensor(small[-1])
+            file.get_tensor(small[0])
+    finally:
+        flip(single, -SIZES[-1])
+    # A tensor without bytes has a digest too.
+    record = json.loads(Path(f"{single}.digests.json").read_text())
+    by_name = {tensor["name"]: tensor["digest"] for tensor in record["tensors"]}
+    file = safe_open(single, "pt", verify=by_name | {"t2": "0" * 32})
+    with pytest.raises(DigestError, match="'t2'"):
+        file.get_tensor("t2")
+    file.close()
 
 
 @way
