@@ -12,7 +12,9 @@ import typer
 from rich.table import Table
 
 from tensorlift.cli.console import EXIT_MACHINE, MOST_SECONDS, data_console, guarded, number
+from tensorlift.cli.interrupts import at_once
 from tensorlift.errors import RequestError
+from tensorlift.format.quoting import plural
 from tensorlift.outputs import check_folder
 from tensorlift.stats import human_bytes
 
@@ -58,10 +60,11 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> int:
     """Measure this machine's ceilings, then ours and other loaders in turn, each in its own process."""
-    from tensorlift.bench import chart
-    from tensorlift.bench.race import SHARES
-    from tensorlift.bench.rivals import chosen
-    from tensorlift.tensors.devices import parse_device
+    with at_once():
+        from tensorlift.bench import chart
+        from tensorlift.bench.race import SHARES
+        from tensorlift.bench.rivals import chosen
+        from tensorlift.tensors.devices import parse_device
 
     if cache not in SHARES:
         raise RequestError(f"--cache {cache!r} is unknown; there are {_CACHES}")
@@ -78,7 +81,7 @@ def command(
         _print(rates, entries, ceiling)
     if plot is not None:
         size = human_bytes(entries[0].series.nbytes)
-        title = f"{size}, {record['settings']['tensors']} tensors to {where}, {cache}"
+        title = f"{size}, {plural(record['settings']['tensors'], 'tensor')} to {where}, {cache}"
         chart.draw(plot, title, entries, ceiling)
         _say(f"written: {plot}")
     if results is not None:
@@ -104,7 +107,7 @@ def _measure(
     size = size_engine(LoadOptions.resolve(), int(checkpoint.sizes.sum()), device=on_device)
     with Ceilings() as ceilings:
         race = Race(checkpoint, device, ceilings, timeout)
-        _say(f"{human_bytes(race.nbytes)} in {len(race.files)} files; measuring the ceilings")
+        _say(f"{human_bytes(race.nbytes)} in {plural(len(race.files), 'file')}; measuring the ceilings")
         link = (lambda: link_rate(device)) if on_device else None
         heights = rates.measure(ceilings, race.files, size, link)
         entries = race.run(rivals, SHARES[cache], runs, _say)

@@ -18,9 +18,20 @@ from typing import NoReturn, ParamSpec
 import typer
 from rich.console import Console
 
+from tensorlift.cli.interrupts import raise_again
 from tensorlift.errors import FileError, MachineError, TensorliftError
+from tensorlift.format.quoting import clean, plural
 
-__all__ = ["EXIT_CODES", "MOST_SECONDS", "data_console", "exit_code", "guarded", "number", "print_error"]
+__all__ = [
+    "EXIT_CODES",
+    "MOST_SECONDS",
+    "data_console",
+    "exit_code",
+    "guarded",
+    "matching",
+    "number",
+    "print_error",
+]
 
 EXIT_FILE = 1
 EXIT_REQUEST = 2
@@ -73,6 +84,11 @@ def number(value: float) -> float:
     return value
 
 
+def matching(count: int, digests: str) -> str:
+    """What a verification says that found no difference."""
+    return f"{plural(count, 'tensor')} match{'es' if count == 1 else ''} {clean(digests)}"
+
+
 def print_error(error: BaseException) -> None:
     """One block on stderr: the kind, then the message, indented. TENSORLIFT_DEBUG=1 adds the traceback."""
     if os.environ.get("TENSORLIFT_DEBUG") == "1":
@@ -92,6 +108,7 @@ def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
     @functools.wraps(function)
     def verb(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
+            raise_again()
             code = function(*args, **kwargs)
             sys.stdout.flush()
         except BrokenPipeError as error:

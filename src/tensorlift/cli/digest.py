@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import typer
 
 from tensorlift.cli.console import guarded
+from tensorlift.format.quoting import plural
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ class Made(NamedTuple):
     def __str__(self) -> str:
         """For people."""
         rate = human_bytes(self.nbytes / self.seconds) if self.seconds else "-"
-        return f"{self.tensors} tensors, {human_bytes(self.nbytes)} in {self.seconds:.3f} s ({rate}/s)"
+        return (
+            f"{plural(self.tensors, 'tensor')}, {human_bytes(self.nbytes)} in {self.seconds:.3f} s ({rate}/s)"
+        )
 
 
 def make(checkpoint: Checkpoint) -> Made:
@@ -55,7 +58,7 @@ def make(checkpoint: Checkpoint) -> Made:
 @guarded
 def command(
     paths: list[str] = typer.Argument(
-        metavar="PATH...", help="A file, files, a folder or a Hub id in the cache."
+        metavar="PATH", help="A file, files, a folder or a Hub id in the cache."
     ),
     out: str | None = typer.Option(
         None,

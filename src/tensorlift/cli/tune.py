@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from tensorlift.cli.console import MOST_SECONDS, data_console, guarded, number
+from tensorlift.cli.interrupts import at_once
 from tensorlift.errors import OptionError
 from tensorlift.options import LoadOptions
 from tensorlift.stats import human_bytes
@@ -33,7 +34,7 @@ _LOADS = 120
 @guarded
 def command(
     paths: list[str] = typer.Argument(
-        metavar="PATH...", help="A file, files, a folder or a Hub id in the cache."
+        metavar="PATH", help="A file, files, a folder or a Hub id in the cache."
     ),
     device: str = typer.Option("cpu", help="Where to: cpu, cuda, cuda:1."),
     seconds: float = typer.Option(
@@ -52,7 +53,9 @@ def command(
     """
     if state not in (*STATES, "both"):
         raise OptionError(f"--state is {state!r}; expected warm, cold or both")
-    from tensorlift.bench.trials import Trials  # numpy only when needed
+    with at_once():
+        import tensorlift.loading  # noqa: F401 - numpy and torch only when needed
+        from tensorlift.bench.trials import Trials
 
     trials = Trials(paths, device)
     states = STATES if state == "both" else (state,)

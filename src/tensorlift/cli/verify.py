@@ -7,7 +7,7 @@ import json
 
 import typer
 
-from tensorlift.cli.console import guarded
+from tensorlift.cli.console import guarded, matching
 from tensorlift.cli.digest import make
 
 __all__ = ["command"]
@@ -18,7 +18,7 @@ _SHOWN = 50
 @guarded
 def command(
     paths: list[str] = typer.Argument(
-        metavar="PATH...", help="A file, files, a folder or a Hub id in the cache."
+        metavar="PATH", help="A file, files, a folder or a Hub id in the cache."
     ),
     digests: str | None = typer.Option(
         None, metavar="FILE", help="The digests; else those that 'digest' wrote beside the files."
@@ -46,7 +46,7 @@ def command(
         if len(found) > _SHOWN:
             print(f"... and {len(found) - _SHOWN:,} more; --json lists them all")
         if not found:
-            print(f"{plural(made.tensors, 'tensor')} match{'es' if made.tensors == 1 else ''} {clean(path)}")
+            print(matching(made.tensors, path))
         print(made)
     if found:
         raise DigestError(
