@@ -35,6 +35,16 @@ def test_what_is_right(written: Written) -> None:
     assert (code, err, json.loads(out)["differences"]) == (0, "", [])
 
 
+def test_a_load_that_verified_says_so(written: Written) -> None:
+    place = written.path / "tensorlift.digests.json"
+    for verify in ("true", place):
+        code, out, _ = run("load", written.path, "--verify", verify)
+        assert code == 0
+        assert out.splitlines()[-1] == f"10 tensors match {place}"
+    assert "match" not in run("load", written.path)[1]
+    assert json.loads(run("load", written.path, "--verify", "true", "--json")[1])["runs"][0]["verified"] == 10
+
+
 def test_every_difference_is_listed(written: Written) -> None:
     names = [headers(path).names for path in written.files]
     # The last byte of both files: the last tensors.

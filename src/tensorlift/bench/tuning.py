@@ -32,8 +32,8 @@ RULE = (
     "a choice is recommended where its median is lower than that of the automatic one by more than "
     f"{NOISE:.0%} and by more than the middle half of the samples of either spreads, and it won "
     f"{WON_SHARE:.0%} of the rounds; for files in any state, where it is also not slower "
-    f"by more than {NOISE:.0%} in the other state; never where a median is above {STEADY} times the least sample, "
-    "for then the machine was busy"
+    f"by more than {NOISE:.0%} in the other state; never where a median is above {STEADY} "
+    "times the least sample, for then the machine was busy"
 )
 
 
