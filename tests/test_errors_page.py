@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -68,8 +69,8 @@ def missing_shard() -> None:
 
 
 def full_disk() -> None:
-    os.symlink("/dev/full", "full.json")
-    tensorlift.load(good(), trace="full.json")
+    with mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+        tensorlift.load(good(), trace="full.json")
 
 
 def no_library() -> None:

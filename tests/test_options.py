@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensorlift import options
 from tensorlift.errors import OptionError
 from tensorlift.options import BACKENDS, LoadOptions, parse_size
 
@@ -134,3 +137,40 @@ def test_every_field_says_what_it_is() -> None:
         assert field.default is None
         assert {"unit", "doc", "automatic", "parse"} <= set(field.metadata)
         assert LoadOptions.variable(field.name) == f"TENSORLIFT_{field.name.upper()}"
+
+
+@pytest.mark.parametrize("name", ["trace", "verify"])
+@pytest.mark.parametrize("path", ["a\0b.json", "half \ud800.json", " "])
+def test_paths_that_no_kernel_takes(name: str, path: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} is"):
+        LoadOptions.resolve({}, **{name: path})
+
+
+def test_backends_in_a_list_may_have_commas() -> None:
+    for names in ("URING,PREAD", ["URING,PREAD"], ["URING", " PREAD"]):
+        assert LoadOptions.resolve({}, backend=names).backend == ("URING", "PREAD")
+    with pytest.raises(OptionError, match="twice"):
+        LoadOptions.resolve({}, backend=["PREAD,URING", "PREAD"])
+
+
+def test_an_unknown_variable_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"TENSORLIFT_THREDS": "3", "TENSORLIFT_TEST_BIG": "1", "TENSORLIFT_LIBRARY": "", "OTHER": "x"}
+    for _ in range(2):
+        assert LoadOptions.resolve(environ).threads is None
+    (record,) = caplog.records
+    assert (
+        "'TENSORLIFT_THREDS' is unknown and changes nothing; did you mean TENSORLIFT_THREADS?"
+        in record.message
+    )
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    """What the package names anywhere is an option, or in the list of those that are none."""
+    package = Path(options.__file__).parent
+    named = {
+        name
+        for path in package.rglob("*.py")
+        for name in re.findall(r'"(TENSORLIFT_[A-Z_]+)"', path.read_text())
+    }
+    known = {LoadOptions.variable(field.name) for field in dataclasses.fields(LoadOptions)}
+    assert named - known - set(options._NO_SETTINGS) <= {options._PREFIX, options._OF_TESTS}

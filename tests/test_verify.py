@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support import standin
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.digests import CHUNK, digests_of, flip, headers
-from tensorlift import loading
+from tensorlift import compat, loading
 from tensorlift.compat import safe_open
 from tensorlift.engine import abi
 from tensorlift.engine.digesting import digest_checkpoint
@@ -175,7 +175,7 @@ def test_another_dtype_or_shape_of_the_same_bytes(
 
 def test_the_digests_of_another_model(written: Written, tmp_path: Path) -> None:
     other = random_checkpoint(tmp_path / "other", tensors=3, seed=9, codes=["U8"])
-    with pytest.raises(DigestError, match="3 tensors 3 differ; are these the digests of another model"):
+    with pytest.raises(DigestError, match="3 tensors 3 differences; are these the digests of another model"):
         loading.load(other.path, verify=written.path / "tensorlift.digests.json")
 
 
@@ -183,6 +183,73 @@ def test_only_what_is_selected_is_compared(written: Written) -> None:
     flip(written.files[1], -1)
     state = loading.load(written.path, names="layers.0.*", verify=True)
     assert state.stats.verified == len(state) == 10
+
+
+def test_small_tensors_are_checked_without_an_engine(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = headers(single)
+    small = [name for name, size in zip(checkpoint.names, checkpoint.sizes, strict=True) if size <= CHUNK]
+    monkeypatch.setattr(compat.Transfer, "of", None)
+    monkeypatch.setattr(compat, "Engine", None)
+    with safe_open(single, "pt", verify=True) as file:
+        for name in small:
+            file.get_tensor(name)
+    flip(single, -SIZES[-1])
+    try:
+        with safe_open(single, "pt", verify=True) as file:
+            with pytest.raises(DigestError, match=f"tensor '{small[-1]}': digest is .*, expected"):
+                file.get_tensor(small[-1])
+            file.get_tensor(small[0])
+    finally:
+        flip(single, -SIZES[-1])
+    # A tensor without bytes has a digest too.
+    record = json.loads(Path(f"{single}.digests.json").read_text())
+    by_name = {tensor["name"]: tensor["digest"] for tensor in record["tensors"]}
+    file = safe_open(single, "pt", verify=by_name | {"t2": "0" * 32})
+    with pytest.raises(DigestError, match="'t2'"):
+        file.get_tensor("t2")
+    file.close()
+
+
+@way
+def test_a_tensor_that_is_gone_is_missed(tmp_path: Path, load: Callable[..., Any]) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", {n: random_row("U8", [9]) for n in "abc"})
+    digest(path)
+    record = json.loads((tmp_path / "m.safetensors.digests.json").read_text())
+    write_safetensors(path, {n: random_row("U8", [9]) for n in "ab"})
+    record["files"][0]["nbytes"] = path.stat().st_size
+    (tmp_path / "m.safetensors.digests.json").write_text(json.dumps(record))
+    with pytest.raises(DigestError, match="tensor 'c': is missing"):
+        load(path, verify=True)
+    assert loading.load(path, verify=True, names=["a", "b"]).stats.verified == 2
+
+
+@way
+def test_files_of_others_do_not_count(written: Written, load: Callable[..., Any]) -> None:
+    one = headers(written.files[0])
+    assert set(load(written.files[0], verify=True)) == set(one.names)
+
+
+@way
+def test_a_file_that_is_gone_is_missed_in_a_folder(tmp_path: Path, load: Callable[..., Any]) -> None:
+    for name in "ab":
+        write_safetensors(tmp_path / f"{name}.safetensors", {name: random_row("U8", [9])})
+    digest(tmp_path)
+    (tmp_path / "b.safetensors").unlink()
+    if load is one_by_one:  # a list of files, which says nothing about the folder
+        assert set(load(tmp_path, verify=True)) == {"a"}
+    else:
+        with pytest.raises(DigestError, match=r"b\.safetensors: is missing, with 1 tensor"):
+            load(tmp_path, verify=True)
+
+
+def test_another_size_of_a_file(written: Written) -> None:
+    place = written.path / "tensorlift.digests.json"
+    record = json.loads(place.read_text())
+    record["files"][1]["nbytes"] += 1
+    place.write_text(json.dumps(record))
+    with pytest.raises(DigestError, match=rf"{written.files[1].name}: has .* bytes, expected"):
+        loading.load(written.path, verify=True)
+    assert loading.load(written.path, verify=True, names="layers.0.*").stats.verified == 10
 
 
 def test_digests_by_name(written: Written) -> None:

@@ -17,7 +17,8 @@ Each setting can be given to `load`, `open`, `load_into`, `safe_open` and `load_
 command line as an option of `tensorlift load`, and by its environment variable. An explicit value wins;
 without one the environment variable is taken, and without that (or where it is empty) the automatic choice.
 Sizes are bytes, or text such as `"512KiB"`, `"64MiB"`, `"1GB"`. An unknown name or a value that does not
-fit is an `OptionError` that lists what is known.
+fit is an `OptionError` that lists what is known. An unknown variable that begins
+with `TENSORLIFT_` changes nothing; the log says so once, with the nearest name that is known.
 """
 FOOT = """
 ## Not settings of a load

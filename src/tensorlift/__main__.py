@@ -1,6 +1,16 @@
-"""``python -m tensorlift`` is the command line."""
+"""``python -m tensorlift`` and the script ``tensorlift``: the command line."""
 
-from tensorlift.cli.main import main
+from tensorlift.cli import interrupts
+
+
+def main() -> None:
+    """Runs the command line; ends the process."""
+    # Before all that takes time to import.
+    interrupts.leave_at_once()
+    from tensorlift.cli.main import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

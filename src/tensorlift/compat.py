@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tensorlift import sources
+from tensorlift.engine.digesting import check_built, check_in_memory
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.sizing import size_engine
 from tensorlift.engine.small import LARGEST, SmallReads
@@ -61,7 +62,10 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         self._options = LoadOptions.resolve(**options)
         self._memory = memories.for_device(device)
         self._checkpoint = sources.read_headers(sources.find(filename))
-        self._expected = sources.expected_digests(self._checkpoint, self._checkpoint.select(), self._options)
+        rows = self._checkpoint.select()
+        self._expected = sources.expected_digests(self._checkpoint, rows, self._options, whole=True)
+        if self._expected is not None:
+            check_built()
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._files: dict[int, int] = {}
@@ -112,13 +116,22 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         """One tensor, owned. Raises TensorNotFoundError, DtypeError and what reading raises."""
         self._check_open()
         row = self._checkpoint.index(name)
-        if self._expected is not None:
+        expected = self._expected
+        if expected is not None and not self._is_small(int(self._checkpoint.sizes[row])):
             return self._checked(row)
         single = Single(self._checkpoint, row)
         if single.nbytes == 0:
+            if expected is not None:
+                check_in_memory(self._checkpoint, row, 0, 0, expected)
             return single.empty(single.shape, self._memory)
         with self._read(row, np.array([single.start]), single.nbytes) as arena:
+            if expected is not None:
+                check_in_memory(self._checkpoint, row, arena.address, single.nbytes, expected)
             return single.tensor(arena, self._memory)
+
+    def _is_small(self, nbytes: int) -> bool:
+        """Whether a block of this size is read without an engine."""
+        return self._small is not None and nbytes <= LARGEST
 
     def _checked(self, row: int) -> torch.Tensor:
         """One tensor that is compared with its digest; an engine of its own, for its digests are by piece."""
@@ -162,7 +175,7 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         memory, count = self._memory, len(starts)
         (arena,) = memory.allocate([nbytes * count])
         try:
-            if count == 1 and nbytes <= LARGEST and self._small is not None:
+            if count == 1 and self._small is not None and self._is_small(nbytes):
                 shard = int(self._checkpoint.shard_of[row])
                 self._small.read(shard, self._checkpoint.shards[shard], int(starts[0]), nbytes, arena.address)
                 yield arena

@@ -106,7 +106,7 @@ def load_tensors(
 ) -> LoadedState:
     """load() of a checkpoint whose headers are read; its ``stats`` lack the total."""
     rows = checkpoint.select(names)
-    expected = sources.expected_digests(checkpoint, rows, settings)
+    expected = sources.expected_digests(checkpoint, rows, settings, whole=names is None)
     rules = rules_of(budget_of(settings, memory), memory, uniform=False)
     return _collected(Transfer.of(checkpoint, rows, memory, settings, rules, clock, expected), (), settings)
 
@@ -212,7 +212,8 @@ def load_into(
             with clock.phase("headers"):
                 checkpoint = sources.read_headers(found)
             rows = checkpoint.select(names)
-            return Asked(checkpoint, rows, sources.expected_digests(checkpoint, rows, settings))
+            expected = sources.expected_digests(checkpoint, rows, settings, whole=names is None)
+            return Asked(checkpoint, rows, expected)
 
         nbytes = sources.file_bytes(found) if names is None else None
         filled = fill(model, ask, names, strict, settings, clock, nbytes)

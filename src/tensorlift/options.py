@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -37,6 +38,11 @@ _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "
 # The engine takes 64-bit sizes, and it counts threads and reads in 32 bits; a machine has fewer than these.
 _LARGEST_SIZE = 1 << 62
 _LARGEST_COUNT = 4096
+_PREFIX, _OF_TESTS = "TENSORLIFT_", "TENSORLIFT_TEST"
+# Read elsewhere: engine/library.py and cli/console.py.
+_NO_SETTINGS = ("TENSORLIFT_LIBRARY", "TENSORLIFT_DEBUG")
+_log = logging.getLogger("tensorlift")
+_told: set[str] = set()
 
 
 def parse_size(value: object, name: str) -> int:
@@ -73,12 +79,11 @@ def _parse_count(value: object, name: str) -> int:
 
 
 def _parse_backend(value: object, name: str) -> tuple[str, ...]:
-    if isinstance(value, str):
-        given: list[object] = [part.strip() for part in value.split(",")]
-    elif isinstance(value, Iterable):
-        given = list(value)
-    else:
-        given = [value]
+    parts = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+    given: list[object] = []
+    for part in parts:
+        # Commas count inside a list too: an option of the command line that may be repeated gives one.
+        given += [name.strip() for name in part.split(",")] if isinstance(part, str) else [part]
     known = ", ".join(BACKENDS)
     if not given:
         raise OptionError(f"{name} is empty; expected one or several of {known}")
@@ -107,13 +112,24 @@ def _parse_progress(value: object, name: str) -> bool | Progress:
     )
 
 
+def _is_path(value: object) -> bool:
+    """Text that can be given to the kernel: not empty, no NUL, no half of a surrogate pair."""
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        return False
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _parse_verify(value: object, name: str) -> bool | str | Mapping[str, str]:
     if isinstance(value, str) and value.strip().lower() in _WORDS:
         return _WORDS[value.strip().lower()]
     if isinstance(value, (bool, Mapping)):
         return value
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if isinstance(path, str) and path.strip():
+    if isinstance(path, str) and _is_path(path):
         return path
     raise OptionError(
         f"{name} is {value!r}; expected true, false, the path of a file of digests, or digests by tensor name"
@@ -122,9 +138,25 @@ def _parse_verify(value: object, name: str) -> bool | str | Mapping[str, str]:
 
 def _parse_trace(value: object, name: str) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
-    if not isinstance(path, str) or not path.strip():
-        raise OptionError(f"{name} is {value!r}; expected the path of a file to write")
-    return path
+    if isinstance(path, str) and _is_path(path):
+        return path
+    raise OptionError(f"{name} is {value!r}; expected the path of a file to write")
+
+
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    """Tells of misspelt variables in the log, each once a process: an unknown one changes nothing."""
+    for variable in environ:
+        if not variable.startswith(_PREFIX) or variable.startswith(_OF_TESTS) or variable in _told:
+            continue
+        known = [
+            *_NO_SETTINGS,
+            *(LoadOptions.variable(field.name) for field in dataclasses.fields(LoadOptions)),
+        ]
+        if variable not in known:
+            _told.add(variable)
+            near = difflib.get_close_matches(variable, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the known ones are {', '.join(known)}"
+            _log.warning("the environment variable %r is unknown and changes nothing; %s", variable, hint)
 
 
 def _setting(parse: Callable[[object, str], Any], unit: str, automatic: str, doc: str) -> Any:
@@ -142,7 +174,7 @@ class LoadOptions:
 
     backend: tuple[str, ...] | None = _setting(
         _parse_backend,
-        "name, or an ordered list of names",
+        "name, or an ordered list of names; as text, separated by commas",
         "AUTO",
         "Ways of reading, in the order of preference: the first that works on the file is taken. "
         "AUTO reads what is cached by pread and the rest directly, PREAD too, but by threads alone; "
@@ -151,7 +183,10 @@ class LoadOptions:
         "(GPUDirect Storage) reads to a CUDA device without host memory between; AUTO never takes it.",
     )
     chunk_size: int | None = _setting(
-        _parse_read, "bytes", "1 MiB, less for small loads", "One read; a multiple of 4096."
+        _parse_read,
+        "bytes",
+        "1 MiB on a device, up to 4 MiB on a CPU, less for small loads",
+        "One read; a multiple of 4096.",
     )
     io_depth: int | None = _setting(
         _parse_count, "reads", "32", "Direct reads in flight, for what is not in the page cache."
@@ -205,7 +240,7 @@ class LoadOptions:
         "none",
         "What each thread did when, in the Trace Event format, which ui.perfetto.dev opens; written at the "
         "end of a load, after an error too (safe_open writes one in get_tensors() alone). Each load replaces "
-        "the file; {pid} in the path becomes the process's id.",
+        "its own file of before, and nothing else; {pid} in the path becomes the process's id.",
     )
 
     verify: bool | str | Mapping[str, str] | None = _setting(
@@ -236,6 +271,7 @@ class LoadOptions:
         variable.
         """
         environ = os.environ if environ is None else environ
+        _warn_of_unknown(environ)
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name in given:
             if name not in fields:

@@ -43,7 +43,9 @@ class Weights:
             with self._clock.phase("headers"):
                 self._checkpoint = sources.read_headers(sources.find(path))
             self._rows = self._checkpoint.select(names)
-            self._expected = sources.expected_digests(self._checkpoint, self._rows, settings)
+            self._expected = sources.expected_digests(
+                self._checkpoint, self._rows, settings, whole=names is None
+            )
             # From here on the end of the pass, or close(), ends the trace.
             self._ending = ending.pop_all()
         self._pass: _Pass | None = None

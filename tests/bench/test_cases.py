@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -185,6 +186,93 @@ def test_killed_run_is_seen_as_incomplete(tmp_path: Path, monkeypatch: pytest.Mo
         cases.write_model(tmp_path / str(allowed), tiny, shards=3, force=True)
         assert len(load(tmp_path / str(allowed), device="cpu")) == 18
         assert len(list((tmp_path / str(allowed)).iterdir())) == 4
+
+
+def free(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(
+        cases.shutil, "disk_usage", lambda _: cases.shutil._ntuple_diskusage(1 << 40, 0, nbytes)
+    )
+
+
+def test_force_without_room_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: str
+) -> None:
+    cases.write_model(tmp_path / "m", tiny, shards=2)
+    before = digests(tmp_path / "m")
+    blocks = sum(file.stat().st_blocks * 512 for file in (tmp_path / "m").iterdir())
+    huge = Spec("huge", "U8", (blocks + 1,))
+    free(monkeypatch, 0)
+    with pytest.raises(MachineError, match="are free"):
+        cases.write_shards(tmp_path / "m", [[huge]])
+    assert digests(tmp_path / "m") == before
+    # What the old one takes counts as room.
+    case = cases.write_model(tmp_path / "m", tiny, seed=1, force=True)
+    assert sorted(digests(tmp_path / "m")) == [case.files[0].name]
+
+
+def test_force_keeps_the_old_one_until_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: str
+) -> None:
+    cases.write_model(tmp_path, tiny, shards=2)
+    before = digests(tmp_path)
+    monkeypatch.setattr(cases, "_write_file", lambda *_: (_ for _ in ()).throw(OSError(5, "bad disk")))
+    with pytest.raises(MachineError, match="cannot write: bad disk"):
+        cases.write_model(tmp_path, tiny, force=True)
+    assert digests(tmp_path) == before
+
+
+def test_files_of_others_stay(tmp_path: Path, tiny: str) -> None:
+    (tmp_path / "download.safetensors.unfinished").write_text("half of something")
+    (tmp_path / "folder.unfinished").mkdir()
+    cases.write_model(tmp_path, tiny)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "download.safetensors.unfinished",
+        "folder.unfinished",
+        "model.safetensors",
+    ]
+
+
+def test_a_second_run_into_one_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: str
+) -> None:
+    write_file = cases._write_file
+
+    def and_another(*arguments: Any) -> None:
+        with pytest.raises(RequestError, match="another run is writing"):
+            cases.write_model(tmp_path / "m", tiny, force=True)
+        write_file(*arguments)
+
+    monkeypatch.setattr(cases, "_write_file", and_another)
+    cases.write_model(tmp_path / "m", tiny, shards=2)
+    assert len(load(tmp_path / "m", device="cpu")) == 18
+
+
+@pytest.mark.parametrize("name", ["file", "file/m", "n" * 300, "/proc/x", "/proc/x/y"])
+def test_a_place_that_cannot_be_is_named(tmp_path: Path, tiny: str, name: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises((RequestError, MachineError), match=Path(name).name[:20]):
+        cases.write_model(tmp_path / name, tiny, force=True)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_with_the_name_of_a_file_is_named(tmp_path: Path, tiny: str) -> None:
+    (tmp_path / "x.safetensors").mkdir()
+    for force in (False, True):
+        with pytest.raises(RequestError, match=r"x\.safetensors is a folder"):
+            cases.write_model(tmp_path, tiny, force=force)
+
+
+def test_a_run_without_room_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: str
+) -> None:
+    free(monkeypatch, 1)
+    with pytest.raises(MachineError, match="are free"):
+        cases.write_model(tmp_path / "a" / "b", tiny)
+    free(monkeypatch, 1 << 30)
+    monkeypatch.setattr(cases, "_write_file", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(MachineError, match="full"):
+        cases.write_model(tmp_path / "a" / "b", tiny)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,9 @@ def test_place_and_ending_are_checked(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(RequestError, match=r"has to end in \.png"):
         chart.check_plot(tmp_path / "out.txt")
     chart.check_plot(tmp_path / "out.svg")
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG somebody's")
+    with pytest.raises(RequestError, match="not a chart that tensorlift wrote"):
+        chart.check_plot(tmp_path / "photo.png")
 
 
 def test_chart_names_loaders_ceiling_and_failures(tmp_path: Path) -> None:
@@ -41,3 +44,6 @@ def test_chart_names_loaders_ceiling_and_failures(tmp_path: Path) -> None:
     assert {"tensorlift", "runai", "missing", "0.50", "ceiling 2.00", "a title"} <= said
     chart.draw(tmp_path / "out.png", "", [missing], 0.0)
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+    chart.draw(tmp_path / "out.pdf", "", [missing], 0.0)
+    for ending in ("svg", "png", "pdf"):  # its own may be replaced
+        chart.check_plot(tmp_path / f"out.{ending}")

@@ -19,7 +19,7 @@ from tensorlift.bench.rivals import OURS, RIVALS, Rival
 pytestmark = pytest.mark.timeout(600)
 
 FAKES = """
-import os, signal, time
+import os, pathlib, signal, time
 from tensorlift.bench.rivals import load_safetensors as good
 
 def crash(files, device):
@@ -34,6 +34,16 @@ def hang(files, device):
 
 def fail(files, device):
     raise ValueError("no such device")
+
+def long(files, device):
+    raise ValueError("first" + "\\nsecond" * 100)
+
+def once(files, device):
+    marker = pathlib.Path(__file__).with_name("been here")
+    if marker.exists():
+        raise ValueError("not again")
+    marker.touch()
+    return good(files, device)
 
 def incomplete(files, device):
     import a_module_that_is_nowhere
@@ -77,7 +87,8 @@ BAD = {
     "crash": ("crashed", "killed by SIGSEGV: the last words"),
     "leave": ("crashed", "ended with exit code 3"),
     "fail": ("failed", "ValueError: no such device"),
-    "incomplete": ("missing", "No module named 'a_module_that_is_nowhere'; pip install fake"),
+    "incomplete": ("failed", "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'"),
+    "long": ("failed", "ValueError: first"),
     "wrong": ("wrong", "has other bytes than its file"),
     "short": ("wrong", "it gave 7 tensors, and not those of the checkpoint"),
     "renamed": ("wrong", "it gave 8 tensors, and not those of the checkpoint"),
@@ -92,13 +103,14 @@ def fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def fake(folder: Path, function: str) -> Rival:
+def fake(folder: Path, function: str, *imports: str) -> Rival:
     return Rival(
         function,
         module="json",
         package="fake",
         pip="pip install fake",
         adapter=f"fake_rivals:{function}",
+        imports=imports,
         folder=folder,
     )
 
@@ -182,6 +194,7 @@ def test_hanging_rival_is_killed(fakes: Path) -> None:
         "module": "json",
         "package": "fake",
         "adapter": "fake_rivals:hang",
+        "imports": [],
         "files": [],
         "device": "cpu",
         "watch": False,
@@ -196,6 +209,33 @@ def test_wrong_bytes_of_ours_are_told_of_too(written: Written, ceilings: Ceiling
     racing._checksums = dict.fromkeys(racing._checksums, -1)
     (ours,) = racing.run([], 1.0, 1, lambda text: None)
     assert ours.status == "wrong"
+
+
+def test_what_is_imported_is_no_part_of_a_load(done: Done) -> None:
+    for name in ("tensorlift", "safetensors"):
+        if done[0][name].ok:
+            for note in done[0][name].series.notes:
+                assert note["imported_meanwhile"] == []
+
+
+def test_a_module_that_is_missing_and_a_failure_that_comes_later(
+    written: Written, ceilings: Ceilings, fakes: Path
+) -> None:
+    rivals = [fake(fakes, "good", "a_module_that_is_nowhere"), fake(fakes, "once")]
+    _, lacking, once = run(written, ceilings, rivals, [])
+    assert (lacking.status, lacking.reason) == (
+        "missing",
+        "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'; pip install fake",
+    )
+    assert (once.status, once.reason) == ("failed", "ValueError: not again")
+    assert len(once.series.seconds) == len(once.record()["seconds"]) == 1
+
+
+def test_samples_before_a_failure_are_kept() -> None:
+    entry = race.Entry(OURS, Series("tensorlift", 6, [9.0, 1.0, 3.0]))
+    entry.fail("failed", "x" * 1000)
+    assert entry.record()["series"]["median_seconds"] == 2
+    assert len(entry.reason) == 301
 
 
 def test_no_median_of_what_was_never_measured() -> None:

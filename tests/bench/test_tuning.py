@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
@@ -87,6 +88,56 @@ def test_nothing_is_advised_for_what_wins_by_luck() -> None:
     ):
         assert Found(busy, True).advice == AUTOMATIC
         assert not Found(busy, True).steady
+
+
+def final(**seconds: tuple[float, ...]) -> Found:
+    """A search whose final had the automatic choice, and others by their number of threads."""
+    trials = [Trial(AUTOMATIC, 1.0, seconds.pop("automatic"))]
+    trials += [Trial(Choice(threads=int(name[1:])), 1.0, taken) for name, taken in seconds.items()]
+    return Found(tuple(trials), True)
+
+
+def test_nothing_is_advised_within_the_spread_of_the_samples() -> None:
+    wide = (1.0, 1.1, 1.2, 1.3, 1.4)
+    found = final(automatic=wide, t4=tuple(s - 0.15 for s in wide))
+    assert (found.steady, found.won, found.gap > tuning.NOISE, found.apart) == (True, 1.0, True, False)
+    assert found.advice == AUTOMATIC
+    assert final(automatic=wide, t4=tuple(s - 0.25 for s in wide)).advice == Choice(threads=4)
+
+
+def never(state: str, choice: Choice) -> Found:
+    raise AssertionError(state, choice)
+
+
+def test_the_verdict_has_to_hold_in_every_state() -> None:
+    fast, same, slow = (0.5,) * 5, (1.02,) * 5, (1.2,) * 5
+    flat = (1.0,) * 5
+    warm = final(automatic=flat, t4=fast)
+    assert tuning.verdict({"warm": warm}, never)[0] == Choice(threads=4)
+    for cold, wanted in ((fast, 4), (same, 4), (slow, None)):
+        states = {"warm": warm, "cold": final(automatic=flat, t4=cold)}
+        assert tuning.verdict(states, never) == (Choice(threads=wanted), {"warm": {}, "cold": {}})
+    # What the other final does not have is measured there.
+    for cold, wanted in ((same, 4), (slow, None)):
+        check = mock.Mock(return_value=final(automatic=flat, t4=cold))
+        choice, checked = tuning.verdict({"warm": warm, "cold": final(automatic=flat, t8=flat)}, check)
+        assert choice == Choice(threads=wanted)
+        assert check.call_args_list == [mock.call("cold", Choice(threads=4))]
+        assert list(checked["cold"]) == [Choice(threads=4)]
+    assert tuning.verdict({"warm": final(automatic=flat, t4=flat)}, never)[0] == AUTOMATIC
+
+
+def test_compare_takes_turns_and_keeps_a_refusal() -> None:
+    world = World(lambda choice: 1.0 if choice == AUTOMATIC else 0.5)
+    found = tuning.compare(Choice(threads=2), world.measure)
+    assert [len(trial.final) for trial in found.trials] == [tuning.ROUNDS] * 2
+    assert found.holds(Choice(threads=2))
+    assert world.asked[:4] == [AUTOMATIC, Choice(threads=2), Choice(threads=2), AUTOMATIC]
+
+    def refuses(choice: Choice) -> float:
+        raise BackendError("not here")
+
+    assert tuning.compare(Choice(threads=2), refuses).holds(Choice(threads=2)) is False
 
 
 def test_survey_ends_with_its_time_and_says_so() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -41,6 +42,7 @@ def test_json_and_file_have_machine_ceilings_and_samples(written: Written, tmp_p
     assert record["settings"]["cache"] == "warm"
     assert {rate["kind"] for rate in record["ceilings"]} == {"memory", "cache", "direct"}
     assert [loader["name"] for loader in record["loaders"]] == ["tensorlift", "safetensors"]
+    assert any("best of its samples" in note for note in record["notes"])
     assert [len(loader["series"]["seconds"]) for loader in record["loaders"]] == [2, 2]
     (file,) = tmp_path.iterdir()
     assert file.name.startswith("rivals-warm-cpu-")
@@ -57,6 +59,9 @@ def test_tables_for_people_name_what_is_missing(written: Written, monkeypatch: p
     assert "page cache to fresh memory, 1 thread" in out
     assert "not installed: pip install runai-model-streamer" in out
     assert "cached before each sample: 1.000" in out
+    assert "GB/s, best" in out
+    assert "GB/s, median" in out
+    assert "each tensor is cloned" in out
 
 
 def test_ours_failing_is_3(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +81,8 @@ def test_ours_failing_is_3(written: Written, monkeypatch: pytest.MonkeyPatch) ->
         (("--rival-path", "runai=/nowhere/at/all"), "NAME=FOLDER"),
         (("--runs", "0"), "runs"),
         (("--timeout", "0"), "timeout"),
+        (("--timeout", "inf"), "timeout"),
+        (("--timeout", "nan"), "timeout"),
         (("--device", "toaster"), "toaster"),
     ],
 )
@@ -92,6 +99,32 @@ def test_chart_without_matplotlib_is_2(
     code, out, err = run("bench", written.path, "--plot", tmp_path / "out.png")
     assert (code, out) == (2, "")
     assert "pip install 'tensorlift[plot]'" in err
+
+
+def test_places_that_cannot_be_written_are_refused_first(written: Written, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder.png").mkdir()
+    for option, place in (("--results", "file"), ("--results", "file/in"), ("--plot", "folder.png")):
+        code, out, err = run("bench", written.path, option, tmp_path / place)
+        assert (code, out) == (2, "")
+        assert option in err
+        assert "measuring" not in err
+    code, _, err = run("bench", written.path, "--plot", written.files[0].with_suffix(".png") / "x.png")
+    assert code == 2
+
+
+def test_samples_before_a_failure_are_shown(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "measure", lambda *_: [])
+    real, asked = race.ask, [0]
+
+    def then_fails(*arguments: Any) -> Any:
+        asked[0] += 1
+        return real(*arguments) if asked[0] == 1 else ("failed", {"error": "ValueError: no\nmore"})
+
+    monkeypatch.setattr(race, "ask", then_fails)
+    code, out, _ = run("bench", written.path, "--rivals", "", "--runs", 1)
+    assert code == 3
+    assert "ValueError: no (samples before it, s: 0." in out
 
 
 def test_missing_path_is_1(tmp_path: Path) -> None:

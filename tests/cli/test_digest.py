@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -46,11 +48,43 @@ def test_out_and_errors(tmp_path: Path) -> None:
     assert run("digest", *written.files, "--out", tmp_path / "d.json")[0] == 0
     assert (tmp_path / "d.json").exists()
     code, _, err = run("digest", written.path, "--out", tmp_path / "none" / "d.json")
-    assert code in (1, 3)
-    assert "d.json" in err
+    assert code == 2
+    assert "there is no folder" in err
     code, _, err = run("digest", tmp_path / "nothing")
     assert code == 1
     assert "nothing" in err
+
+
+def test_what_is_there_is_not_lost(tmp_path: Path) -> None:
+    written = random_checkpoint(tmp_path / "c", shards=2, tensors=2)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "link.json").symlink_to("target.json")
+    (tmp_path / "hard").hardlink_to(written.files[0])
+    os.mkfifo(tmp_path / "pipe")
+    kept = {file: file.read_bytes() for file in [*written.path.iterdir(), tmp_path / "notes.txt"]}
+    for out in [*kept, tmp_path / "hard", tmp_path / "pipe", tmp_path, "/dev/null", f"{tmp_path}/x/"]:
+        code, said, err = run("digest", written.path, "--out", out)
+        assert (code, said) == (2, ""), out
+        assert "--out is" in err
+    assert {file: file.read_bytes() for file in kept} == kept
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    # A link stays one, and digests may be made again.
+    for _ in range(2):
+        assert run("digest", written.path, "--out", tmp_path / "link.json")[0] == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "target.json").exists()
+    (written.path / "tensorlift.digests.json").write_text("mine too")
+    code, _, err = run("digest", written.path)
+    assert code == 2
+    assert "--out names another" in err
+
+
+def test_where_nothing_can_be_made_is_the_machine(tmp_path: Path) -> None:
+    written = random_checkpoint(tmp_path / "c")
+    code, _, err = run("digest", written.path, "--out", "/proc/d.json")
+    assert code == 3
+    assert "cannot be written there" in err
+    assert run("digest", written.path, "--out", tmp_path / ("n" * 300))[0] == 3
 
 
 def test_settings_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

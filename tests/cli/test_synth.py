@@ -32,6 +32,7 @@ def test_writes_and_sums_up(tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     assert "like tiny, 3 of 4 layers, 0.00 billion parameters" in out
     assert "3 tensors, 180.33 kB, 2 files, seed 0" in out
+    assert "1 tensor, 60.12 kB, 1 file, " in run("synth", tmp_path / "n", "--like", "tiny", "--layers", 1)[1]
     code, out, err = run("load", tmp_path / "m", "--json")
     assert json.loads(out)["runs"][0]["bytes"] == 180_000
 

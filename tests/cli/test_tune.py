@@ -61,7 +61,7 @@ def test_what_to_set_can_be_copied(written: Written, monkeypatch: pytest.MonkeyP
     assert code == 0
     assert "at least 100% came from storage" in out
     assert "cold: the automatic choice takes 100.0% longer than the best" in out
-    assert "--threads 2" in out
+    assert "set if your files are always cold:\n  --threads 2\n" in out
     assert "TENSORLIFT_THREADS=2" in out
     assert "AIO" in out
     assert "refused" in out
@@ -81,8 +81,36 @@ def test_nothing_to_set(written: Written, monkeypatch: pytest.MonkeyPatch) -> No
     assert code == 0
     assert "set in the environment, and so in every load here: TENSORLIFT_IO_DEPTH" in out
     assert "io_depth 7" in out
-    assert "warm: set nothing" in out
+    assert "set nothing if your files are always warm" in out
+    assert "the rule: a choice is recommended where" in out
     assert "the time was over before every choice was tried" in out
+
+
+def by_state(warm: dict[int | None, float], cold: dict[int | None, float]) -> Any:
+    def measure(self: trials.Trials, state: str, choice: Choice) -> float:
+        self.fetched.append(1.0)
+        return {"warm": warm, "cold": cold}[state].get(choice.threads, 1.0)
+
+    return measure
+
+
+@pytest.mark.parametrize(("cold", "for_all"), [(1.0, True), (2.0, False)])
+def test_one_verdict_for_both_states(
+    written: Written, monkeypatch: pytest.MonkeyPatch, cold: float, for_all: bool
+) -> None:
+    monkeypatch.setattr(trials.Trials, "measure", by_state({2: 0.5}, {2: cold}))
+    monkeypatch.setattr(tuning, "ROUNDS", 2)
+    ticks = iter(range(10_000))
+    monkeypatch.setattr("tensorlift.cli.tune.time.monotonic", lambda: next(ticks))
+    monkeypatch.setattr(tuning, "axes", lambda *_, cold, **__: {"threads": [4, 8, 16] if cold else [2, 4, 8]})
+    code, out, _ = run(written.path, "--seconds", "400")
+    assert code == 0
+    end = out[out.rindex("cold: ") :]
+    if for_all:
+        assert "\nset:\n  --threads 2\n  TENSORLIFT_THREADS=2\n" in end
+    else:
+        assert "\nset nothing\nif your files are always warm:\n  --threads 2\n" in end
+        assert "tried when cold too: threads=2: 2.0000 s" in end
 
 
 def test_unproven_cold_is_said(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:

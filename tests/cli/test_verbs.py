@@ -54,6 +54,13 @@ def test_load_takes_a_list_of_files(written: Written) -> None:
     assert json.loads(out)["runs"][0]["files"] == 2
 
 
+def test_backends_may_be_separated_by_commas(written: Written) -> None:
+    for names in (["--backend", "PREAD,URING"], ["--backend", "PREAD", "--backend", "URING"]):
+        code, out, _ = run("load", written.path, *names, "--json")
+        assert (code, json.loads(out)["runs"][0]["bytes"]) == (0, total(written))
+    assert run("load", written.path, "--backend", "PREAD,URINGG")[0] == 2
+
+
 def test_load_says_median_for_people(written: Written) -> None:
     code, out, err = run("load", written.path, "--repeat", "2")
     assert (code, err) == (0, "")

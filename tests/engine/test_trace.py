@@ -16,6 +16,7 @@ import torch
 import tensorlift
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.digests import headers
+from tensorlift import outputs
 from tensorlift.engine import trace as traces
 from tensorlift.engine.abi import PATH_NAMES
 from tensorlift.engine.digesting import digest_checkpoint
@@ -191,13 +192,41 @@ def test_path_that_cannot_be_written_is_refused_at_once(path: str, written: Writ
         tensorlift.load(written.path, trace=tmp_path / path)
 
 
-def test_disk_that_is_full_is_an_error_of_the_machine(written: Written, tmp_path: Path) -> None:
-    (tmp_path / "full.json").symlink_to("/dev/full")
+def test_disk_that_is_full_is_an_error_of_the_machine(
+    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "full.json").write_text(old := '{"displayTimeUnit":"ms","otherData":{"program":"tensorlift"')
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(outputs.os, "fsync", full)
     with pytest.raises(MachineError, match=r"full\.json could not be written: No space left"):
         tensorlift.load(written.path, trace=tmp_path / "full.json")
     # The load's own error goes before that of its trace.
     with pytest.raises(tensorlift.CheckpointNotFoundError):
         tensorlift.load(tmp_path / "gone", trace=tmp_path / "full.json")
+    # The last good trace is not lost.
+    assert (tmp_path / "full.json").read_text() == old
+    assert sorted(os.listdir(tmp_path)) == ["full.json", "model"]
+
+
+def test_a_file_that_is_loaded_is_never_replaced(written: Written, tmp_path: Path) -> None:
+    kept = {file: file.read_bytes() for file in written.path.iterdir()}
+    for file in kept:
+        with pytest.raises(OptionError, match="name another file"):
+            tensorlift.load(written.path, trace=file)
+    assert {file: file.read_bytes() for file in written.path.iterdir()} == kept
+    # Its own kind is replaced, again and again.
+    for _ in range(2):
+        tensorlift.load(written.path, trace=tmp_path / "out.json")
+
+
+@pytest.mark.timeout(20)
+def test_a_named_pipe_is_refused_without_waiting(written: Written, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OptionError, match="no regular file"):
+        tensorlift.load(written.path, trace=tmp_path / "pipe")
 
 
 class FakeEngine:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import stat
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.digests import headers
-from tensorlift.errors import CheckpointNotFoundError, DigestError, ReadError, RequestError
-from tensorlift.format.digests import FileRecord, Sidecar, encode
+from tensorlift import outputs
+from tensorlift.errors import (
+    CheckpointNotFoundError,
+    DigestError,
+    MachineError,
+    OutOfMemoryError,
+    RequestError,
+)
+from tensorlift.format.digests import LONGEST_SIDECAR, FileRecord, Sidecar, encode
 from tensorlift.sources import sidecars
 from tensorlift.sources.sidecars import find_sidecar, read_sidecar, sidecar_to_write, write_sidecar
 
@@ -77,11 +85,34 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sidecars.os, "fsync", full)
-    with pytest.raises(ReadError, match=r"d\.json: could not be written: No space left"):
+    monkeypatch.setattr(outputs.os, "fsync", full)
+    with pytest.raises(MachineError, match=r"d\.json could not be written: No space left"):
         write_sidecar(str(path), SIDECAR)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["d.json"]
+
+
+def test_reading_takes_as_much_memory_as_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "d.json")
+    write_sidecar(path, SIDECAR)
+    tracemalloc.start()
+    assert read_sidecar(path) == SIDECAR
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 << 20
+    os.truncate(path, LONGEST_SIDECAR + 1)
+    with pytest.raises(
+        DigestError, match=r"200,000,001 bytes, and files of digests have 200,000,000 at most"
+    ):
+        read_sidecar(path)
+
+    def none_left(raw: bytes, path: str) -> Sidecar:
+        raise MemoryError
+
+    write_sidecar(path, SIDECAR)
+    monkeypatch.setattr(sidecars, "decode", none_left)
+    with pytest.raises(OutOfMemoryError, match=r"d\.json"):
+        read_sidecar(path)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tensorlift.bench.rows import Bench
 from tensorlift.engine.sizing import size_engine
 from tensorlift.loading import load
 from tensorlift.options import LoadOptions
+from tensorlift.outputs import check_folder
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -76,6 +77,7 @@ def _rows(bench: Bench, options: argparse.Namespace, wanted: set[str]) -> list[R
 def main(argv: list[str] | None = None) -> int:
     """Measures, writes the file, prints the table; 1 where a bar is not reached."""
     options = _arguments(argv)
+    check_folder(str(options.results), "--results")
     size = size_engine(LoadOptions.resolve(), 4 << 30, device=False)
     options.folder.mkdir(parents=True, exist_ok=True)
     facts = machine.facts(options.folder, options.tmpfs.parent)

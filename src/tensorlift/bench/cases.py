@@ -3,19 +3,21 @@
 The bytes come from one random block that is laid down again and again from different places, so that writing
 takes no time for making them and two tensors of one size still differ.
 
-Files are written under names that no loader takes. Once all are there they get their own, the index before
-the shards: a run that was cut off leaves nothing that looks like a checkpoint, or an index whose shards are
-missing.
+Files are written into a folder of the run's own, under names that no loader takes. Once all are there they
+get their place, the index before the shards: a run that was cut off leaves nothing that looks like a
+checkpoint, or an index whose shards are missing.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 import struct
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from tensorlift.bench.geometry import MODELS, Spec
 from tensorlift.engine.machine import usable_cpus
 from tensorlift.errors import MachineError, RequestError
 from tensorlift.format import dtypes
+from tensorlift.format.quoting import plural
 
 __all__ = [
     "SHARD_BYTES",
@@ -44,6 +47,7 @@ SHARD_BYTES = 5_000_000_000
 
 _INDEX = "model.safetensors.index.json"
 _UNFINISHED = ".unfinished"
+_UNDER_WAY = ".tensorlift-synth-"
 # Odd, so that no power of two of a file's bytes meets the same place of the block again.
 _BLOCK_BYTES = (64 << 20) + 4099
 _WRITE_BYTES = 32 << 20
@@ -140,10 +144,11 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Spec]], seed: int = 0, 
         folder: made if it is not there.
         shards: the tensors of each file, in file order.
         seed: of the bytes.
-        keep: refuse where the folder holds a checkpoint; else that is removed first.
+        keep: refuse where the folder holds a checkpoint; else that is removed once the new one is written, or
+            before where there is no room for both.
 
     Raises:
-        RequestError: something is there already.
+        RequestError: something is there already, or is being written.
         MachineError: there is not enough room, or writing failed.
     """
     count = len(shards)
@@ -152,19 +157,18 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Spec]], seed: int = 0, 
         names = ["model.safetensors"]
     total = sum(spec.nbytes for specs in shards for spec in specs)
     try:
-        _clear(folder, keep)
-        _check_room(folder, total)
-        _write_all(folder, names, shards, seed)
+        if folder.exists() and not folder.is_dir():
+            raise RequestError(f"{folder} is a file; name a folder to write the checkpoint to")
+        _check_room(folder, total, () if keep else _checkpoint_in(folder))
+        with _made(folder), _alone(folder):
+            old = _checkpoint_in(folder)
+            if old and keep:
+                raise RequestError(
+                    f"{folder} holds a checkpoint already: {old[-1].name}{_more(len(old) - 1)}; "
+                    "another folder, or --force to replace it"
+                )
+            _write_all(folder, names, shards, seed, old)
     except OSError as error:
-        if error.errno not in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EACCES,
-            errno.EROFS,
-            errno.EIO,
-            errno.ENOTDIR,
-        ):
-            raise
         raise MachineError(f"{error.filename or folder}: cannot write: {error.strerror}") from error
     tensors = sum(len(specs) for specs in shards)
     return Case(folder, tuple(folder / name for name in names), tensors, total)
@@ -204,49 +208,101 @@ def _expert(i: int) -> str:
     return f"model.layers.{i // 384}.mlp.experts.{i % 384 // 3}.{('gate', 'up', 'down')[i % 3]}_proj."
 
 
-def _clear(folder: Path, keep: bool) -> None:
-    """Makes the folder and takes away what an earlier run left in it, or refuses."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(f"*{_UNFINISHED}"):
-        leftover.unlink()
+def _more(count: int) -> str:
+    return f" and {plural(count, 'more file')}" if count else ""
+
+
+def _checkpoint_in(folder: Path) -> list[Path]:
+    """The files that make a checkpoint of the folder, the index first; RequestError for what is no file."""
     there = [*folder.glob(_INDEX), *sorted(folder.glob("*.safetensors"))]
-    if there and keep:
-        raise RequestError(
-            f"{folder} holds a checkpoint already: {there[-1].name} and {len(there) - 1} more files; "
-            "another folder, or --force to replace it"
-        )
-    for file in there:
-        file.unlink()
+    for path in there:
+        if path.is_dir() and not path.is_symlink():
+            raise RequestError(f"{path} is a folder, where a file of the checkpoint goes; move it away")
+    return there
 
 
-def _check_room(folder: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(folder).free
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """The folder is there; those that were made for it go again where nothing could be written."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One run at a time in a folder; the kernel forgets a run that dies."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RequestError(f"{folder}: another run is writing a checkpoint there; wait for it") from None
+        except OSError:
+            # Network file systems lock no folders; names of files under way are each run's own there too.
+            pass
+        yield
+    finally:
+        os.close(fd)
+
+
+def _check_room(folder: Path, nbytes: int, replaced: Sequence[Path]) -> None:
+    """Before anything is made or removed: what is free, and what the files to be replaced give back."""
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(above).free + sum(_own_bytes(file) for file in replaced)
     if nbytes > free:
         raise MachineError(
             f"{folder}: {nbytes / 1e9:.2f} GB are to be written, {free / 1e9:.2f} GB are free; fewer layers?"
         )
 
 
-def _write_all(folder: Path, names: Sequence[str], shards: Sequence[Sequence[Spec]], seed: int) -> None:
+def _own_bytes(file: Path) -> int:
+    """What its removal gives back: nothing while another name holds the bytes."""
+    facts = file.lstat()
+    return facts.st_blocks * 512 if facts.st_nlink == 1 else 0
+
+
+def _write_all(
+    folder: Path, names: Sequence[str], shards: Sequence[Sequence[Spec]], seed: int, old: Sequence[Path]
+) -> None:
+    """Writes into a folder of its own inside, then gives each file its name; ``old`` goes in between."""
+    for leftover in folder.glob(f"{_UNDER_WAY}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     block = _block(seed)
+    total = sum(spec.nbytes for specs in shards for spec in specs)
     written = [*names]
+    # Where there is no room for both, the old one has to go first.
+    early = total > shutil.disk_usage(folder).free
+    if early:
+        _remove(old)
+    own = Path(tempfile.mkdtemp(prefix=_UNDER_WAY, dir=folder))
     try:
         with ThreadPoolExecutor(min(16, usable_cpus())) as pool:
             for number, (name, specs) in enumerate(zip(names, shards, strict=True)):
-                _write_file(folder / (name + _UNFINISHED), specs, block, number, pool)
+                _write_file(own / (name + _UNFINISHED), specs, block, number, pool)
         if len(names) > 1:
             weight_map = {s.name: name for name, specs in zip(names, shards, strict=True) for s in specs}
-            total = sum(spec.nbytes for specs in shards for spec in specs)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             written.insert(0, _INDEX)
             text = json.dumps(index, indent=2) + "\n"
-            (folder / (_INDEX + _UNFINISHED)).write_text(text, encoding="utf-8")
+            (own / (_INDEX + _UNFINISHED)).write_text(text, encoding="utf-8")
+        if not early:
+            _remove(old)
         for name in written:
-            (folder / (name + _UNFINISHED)).rename(folder / name)
-    except BaseException:
-        for leftover in folder.glob(f"*{_UNFINISHED}"):
-            leftover.unlink()
-        raise
+            (own / (name + _UNFINISHED)).rename(folder / name)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _remove(files: Sequence[Path]) -> None:
+    for file in files:
+        file.unlink()
 
 
 def _block(seed: int) -> bytes:

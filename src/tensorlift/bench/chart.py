@@ -8,8 +8,13 @@ from pathlib import Path
 
 from tensorlift.bench.race import Entry
 from tensorlift.errors import RequestError
+from tensorlift.outputs import Kind, check_output, write_output
 
 __all__ = ["check_plot", "draw"]
+
+_PROGRAM = "tensorlift"
+# How such a file begins, and under which name it tells who made it.
+_FORMATS = {".png": (b"\x89PNG", "Software"), ".svg": (b"<?xml", "Creator"), ".pdf": (b"%PDF", "Creator")}
 
 
 def check_plot(path: Path) -> None:
@@ -18,10 +23,10 @@ def check_plot(path: Path) -> None:
         raise RequestError(
             "a chart needs matplotlib: pip install 'tensorlift[plot]' (or pip install matplotlib)"
         )
-    if not path.parent.is_dir():
-        raise RequestError(f"{path}: there is no folder {path.parent} to write the chart to")
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+    if path.suffix.lower() not in _FORMATS:
         raise RequestError(f"{path}: a chart's name has to end in .png, .svg or .pdf")
+    begins, _ = _FORMATS[path.suffix.lower()]
+    check_output(str(path), Kind("a chart", begins, _PROGRAM.encode()), "--plot")
 
 
 def draw(path: Path, title: str, entries: Sequence[Entry], ceiling: float) -> None:
@@ -56,4 +61,6 @@ def draw(path: Path, title: str, entries: Sequence[Entry], ceiling: float) -> No
     axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
     axes.set_xlabel("GB/s, median; dots are samples")
     axes.set_title(title, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    _, creator = _FORMATS[path.suffix.lower()]
+    with write_output(str(path), "the chart") as file:
+        figure.savefig(file, format=path.suffix[1:].lower(), dpi=150, metadata={creator: _PROGRAM})

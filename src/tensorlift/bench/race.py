@@ -26,6 +26,8 @@ __all__ = ["SHARES", "Entry", "Race", "ask", "link_rate"]
 SHARES: dict[str, float | None] = {"warm": 1.0, "cold": 0.0, "half": 0.5, "as-is": None}
 """How much of each file is cached before a sample."""
 
+_LONGEST = 300
+
 
 @dataclass(slots=True)
 class Entry:
@@ -42,9 +44,15 @@ class Entry:
         """It can be measured, or was."""
         return self.status == "ok"
 
+    @property
+    def measured(self) -> bool:
+        """There is a sample that counts; it may have failed after it."""
+        return len(self.series.seconds) > self.series.warm_up
+
     def fail(self, status: str, reason: str) -> None:
-        """It is not run again."""
-        self.status, self.reason = status, reason
+        """It is not run again; what it did before stays. Of the reason, the first line."""
+        line = next(iter(reason.strip().splitlines()), "no reason told")
+        self.status, self.reason = status, line if len(line) <= _LONGEST else line[:_LONGEST] + "…"
 
     def peak(self, key: str) -> int | None:
         """The most of one kind of memory over all samples; None where nothing tells."""
@@ -66,7 +74,7 @@ class Entry:
             "reason": self.reason,
             "version": next((note["version"] for note in self.series.notes), None),
             **{key: self.peak(key) for key in keys},
-            **({"series": self.series.record()} if self.ok else {"seconds": self.series.seconds}),
+            **({"series": self.series.record()} if self.measured else {"seconds": self.series.seconds}),
         }
 
 
@@ -118,6 +126,7 @@ class Race:
             "module": rival.module,
             "package": rival.package,
             "adapter": rival.adapter,
+            "imports": rival.imports,
             "files": [str(file) for file in self.files],
             "device": self._device,
             "watch": watch,

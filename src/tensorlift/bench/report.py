@@ -14,7 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tensorlift.errors import MachineError
+from tensorlift.outputs import Kind, check_folder, check_output, write_output
+
 __all__ = ["Row", "Series", "make_record", "show_rows", "write_record", "write_report"]
+
+_RESULTS = Kind("a results file", b"{", b'"theme"')
 
 
 @dataclass(slots=True)
@@ -99,9 +104,15 @@ def write_record(folder: Path, record: dict[str, Any]) -> Path:
     machine = record["machine"]
     words = [machine.get("gpu") or machine["processor"], f"{machine['cpus']}cpu"]
     hardware = re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
-    folder.mkdir(parents=True, exist_ok=True)
+    check_folder(str(folder), "--results")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"{folder}: cannot be made: {error.strerror}") from error
     path = folder / f"{record['theme']}-{hardware}-{record['date'][:10]}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    check_output(str(path), _RESULTS, "the results file")
+    with write_output(str(path), "the results file") as file:
+        file.write(json.dumps(record, indent=1).encode() + b"\n")
     return path
 
 

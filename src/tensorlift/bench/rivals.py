@@ -34,6 +34,8 @@ class Rival:
     adapter: str
     """``module:function`` of an Adapter."""
     devices: tuple[str, ...] = ("cpu", "cuda")
+    imports: tuple[str, ...] = ()
+    """Modules that it imports when it is first used; imported before the clock."""
     folder: Path | None = None
     """Searched first for its modules: for two versions of one package."""
 
@@ -71,7 +73,7 @@ def load_safetensors_ahead(files: list[str], device: str) -> tuple[Mapping[str, 
     from safetensors import safe_open
 
     if not hasattr(safe_open, "prefetch"):
-        raise ImportError("this safetensors has no prefetch")
+        raise ImportError(f"this safetensors has no prefetch; {_BESIDE}")
     readers: list[Any] = [safe_open(file, framework="pt", device=device, backend="pread") for file in files]
     state: dict[str, Any] = {}
     under_way: list[Any] = []
@@ -126,13 +128,18 @@ def load_instanttensor_buffered(files: list[str], device: str) -> tuple[Mapping[
         return dict(reader.tensors()), None
 
 
-def _rival(name: str, function: Adapter, package: str, *devices: str, pip: str = "") -> Rival:
+def _rival(
+    name: str, function: Adapter, package: str, *devices: str, pip: str = "", imports: tuple[str, ...] = ()
+) -> Rival:
     command = pip or f"pip install {package}"
     adapter = f"{__name__}:{function.__name__}"
-    return Rival(name, package.replace("-", "_"), package, command, adapter, devices or ("cpu", "cuda"))
+    module = package.replace("-", "_")
+    return Rival(name, module, package, command, adapter, devices or ("cpu", "cuda"), imports)
 
 
-OURS = _rival("tensorlift", load_ours, "tensorlift")
+# numpy and importlib import some of their own modules late.
+_LATE = ("tensorlift.loading", "importlib.readers", "numpy.ma")
+OURS = _rival("tensorlift", load_ours, "tensorlift", imports=_LATE)
 
 # A version beside the one that is installed goes into a folder of its own.
 _BESIDE = (
@@ -142,7 +149,7 @@ _BESIDE = (
 RIVALS: dict[str, Rival] = {
     rival.name: rival
     for rival in (
-        _rival("safetensors", load_safetensors, "safetensors"),
+        _rival("safetensors", load_safetensors, "safetensors", imports=("safetensors.torch",)),
         _rival("safetensors-rc", load_safetensors_ahead, "safetensors", "cuda", pip=_BESIDE),
         _rival("fastsafetensors", load_fastsafetensors, "fastsafetensors"),
         _rival("fastsafetensors-parallel", load_fastsafetensors_parallel, "fastsafetensors"),

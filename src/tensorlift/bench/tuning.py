@@ -17,7 +17,7 @@ from tensorlift.engine.sizing import KIB, MIB, EngineSize
 from tensorlift.errors import MachineError, OptionError
 from tensorlift.options import BACKENDS, HOST_BACKENDS, LoadOptions
 
-__all__ = ["AUTOMATIC", "Choice", "Found", "Trial", "axes", "search"]
+__all__ = ["AUTOMATIC", "RULE", "Choice", "Found", "Trial", "axes", "compare", "search", "verdict"]
 
 FINALISTS = 3
 ROUNDS = 9
@@ -28,6 +28,13 @@ SURVEY_SHARE = 0.4
 NOISE = 0.05
 WON_SHARE = 0.75
 STEADY = 1.5
+RULE = (
+    "a choice is recommended where its median is lower than that of the automatic one by more than "
+    f"{NOISE:.0%} and by more than the middle half of the samples of either spreads, and it won "
+    f"{WON_SHARE:.0%} of the rounds; for files in any state, where it is also not slower "
+    f"by more than {NOISE:.0%} in the other state; never where a median is above {STEADY} "
+    "times the least sample, for then the machine was busy"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +122,62 @@ class Found:
         return all(statistics.median(final) <= STEADY * min(final) for final in finals)
 
     @property
+    def apart(self) -> bool:
+        """Whether the two medians differ by more than the samples of either do (their middle half)."""
+        finals = (self.best.final, self.automatic.final)
+        fast, slow = (statistics.median(final) for final in finals)
+        return slow - fast > max(map(_spread, finals))
+
+    @property
     def advice(self) -> Choice:
-        """What to set: AUTOMATIC, nothing, where the best is not better by more than noise."""
-        sure = self.steady and self.gap > NOISE and self.won >= WON_SHARE
+        """What to set in this state: AUTOMATIC, nothing, where the best is not surely better. See RULE."""
+        sure = self.steady and self.apart and self.gap > NOISE and self.won >= WON_SHARE
         return self.best.choice if sure else AUTOMATIC
+
+    def holds(self, choice: Choice) -> bool | None:
+        """Whether a choice is slower than the automatic one by no more than noise; None: not in the final."""
+        trial = next((t for t in self.trials if t.choice == choice and (t.final or t.refused)), None)
+        if trial is None:
+            return None
+        if trial.refused or not Found((self.automatic, trial), True).steady:
+            return False
+        return statistics.median(trial.final) <= (1 + NOISE) * statistics.median(self.automatic.final)
+
+
+def compare(choice: Choice, measure: Measure) -> Found:
+    """A final of one choice and the automatic one alone, or why the choice is not possible."""
+    samples: dict[Choice, list[float]] = {AUTOMATIC: [], choice: []}
+    try:
+        for number in range(ROUNDS):
+            for each in list(samples)[:: -1 if number % 2 else 1]:
+                samples[each].append(measure(each))
+    except (OptionError, MachineError) as error:
+        return Found((Trial(AUTOMATIC), Trial(choice, refused=str(error))), True)
+    return Found(tuple(Trial(each, final=tuple(taken)) for each, taken in samples.items()), True)
+
+
+def verdict(
+    found: Mapping[str, Found], check: Callable[[str, Choice], Found]
+) -> tuple[Choice, dict[str, dict[Choice, Found]]]:
+    """What to set whatever the state: the advice for one that is no worse in the others, else AUTOMATIC.
+
+    check: measures a choice against the automatic one in a state whose final does not have it.
+
+    Also gives what was checked, by state.
+    """
+    checked: dict[str, dict[Choice, Found]] = {state: {} for state in found}
+    advised = {each.advice: each.gap for each in found.values() if each.advice != AUTOMATIC}
+    for choice in sorted(advised, key=lambda choice: -advised[choice]):
+        for state, each in found.items():
+            held = each.holds(choice)
+            if held is None:
+                checked[state][choice] = check(state, choice)
+                held = checked[state][choice].holds(choice)
+            if not held:
+                break
+        else:
+            return choice, checked
+    return AUTOMATIC, checked
 
 
 def axes(size: EngineSize, *, cold: bool, device: bool, cpus: int) -> dict[str, list[str | int]]:
@@ -191,6 +250,13 @@ def _survey(
         measured = [trial for trial in table.values() if trial.survey is not None]
         base = min(measured, key=lambda trial: trial.survey or 0.0).choice
     return True
+
+
+def _spread(samples: Sequence[float]) -> float:
+    if len(samples) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return third - first
 
 
 def _text(name: str, value: str | int) -> str:

@@ -16,11 +16,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tensorlift.bench.rivals import Adapter
 from tensorlift.bench.sampling import digest_of_names, tensor_facts
 
 __all__ = ["answer", "disk_bytes", "reset_peak", "status_bytes"]
 
 _WATCH_SECONDS = 0.005
+
+
+class _MissingError(Exception):
+    """What a loader needs is not installed."""
 
 
 class _Watch:
@@ -66,18 +71,18 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def _load(request: dict[str, Any]) -> dict[str, Any]:
     device = request["device"]
-    importlib.import_module(request["module"])
-    where, _, function = request["adapter"].partition(":")
-    adapter = getattr(importlib.import_module(where), function)
+    adapter = _imported(request)
     _prepare(device)
     reset_peak()
     before = status_bytes()
     disk = disk_bytes()
     watch = _Watch(device, request["watch"])
+    modules = set(sys.modules)
     start = time.perf_counter()
     state, kept = adapter(request["files"], device)
     _finish(device)
     seconds = time.perf_counter() - start
+    late = sorted(sys.modules.keys() - modules)
     watch.end()
     after = status_bytes()
     found: dict[str, Any] = {
@@ -88,6 +93,7 @@ def _load(request: dict[str, Any]) -> dict[str, Any]:
         "names": digest_of_names(state),
         "facts": tensor_facts(state, request["sample"]),
         "version": _version(request["package"]),
+        "imported_meanwhile": late,
     }
     told = kept.to_dict() if hasattr(kept, "to_dict") else {}
     if request["watch"]:
@@ -96,6 +102,18 @@ def _load(request: dict[str, Any]) -> dict[str, Any]:
         if watch.free_before is not None:
             found["device_peak_bytes"] = watch.free_before - watch.free_least
     return found | ({"stats": told} if told else {})
+
+
+def _imported(request: dict[str, Any]) -> Adapter:
+    """The adapter, once all is imported that it and its loader import later on: that is no part of a load."""
+    where, _, function = request["adapter"].partition(":")
+    try:
+        for module in [request["module"], *request["imports"]]:
+            importlib.import_module(module)
+        adapter: Adapter = getattr(importlib.import_module(where), function)
+    except ImportError as error:
+        raise _MissingError(f"{type(error).__name__}: {error}") from error
+    return adapter
 
 
 def _pinned(locked: int, told: dict[str, Any]) -> int | None:
@@ -169,7 +187,8 @@ def main() -> None:
     try:
         found = answer(json.load(sys.stdin))
     except Exception as error:  # noqa: BLE001 - told to the parent, which decides
-        found = {"error": f"{type(error).__name__}: {error}", "missing": isinstance(error, ImportError)}
+        missing = isinstance(error, _MissingError)
+        found = {"error": str(error) if missing else f"{type(error).__name__}: {error}", "missing": missing}
     os.write(out, json.dumps(found).encode())
     sys.stderr.flush()
     os._exit(0)

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import EXIT_MACHINE, data_console, guarded
+from tensorlift.cli.console import EXIT_MACHINE, MOST_SECONDS, data_console, guarded, number
+from tensorlift.cli.interrupts import at_once
 from tensorlift.errors import RequestError
+from tensorlift.format.quoting import plural
+from tensorlift.outputs import check_folder
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +28,11 @@ __all__ = ["command"]
 # The same as bench.race.SHARES and bench.rivals.DEFAULT, which would import numpy before --help.
 _CACHES = "warm, cold, half or as-is"
 _DEFAULT = "safetensors,fastsafetensors,runai,instanttensor"
+
+_NOTES = (
+    "a ceiling is the best of its samples, what a loader has is the median of those that count",
+    "safetensors is its load_file; to a CPU each tensor is cloned too, for it would lie in a map of the file",
+)
 
 
 @guarded
@@ -44,22 +52,27 @@ def command(
         help=f"What is in the page cache before each sample: {_CACHES} (as the one before left it).",
     ),
     runs: int = typer.Option(5, min=1, help="Samples of each loader that count; one more comes first."),
-    timeout: float = typer.Option(600.0, min=1.0, help="Seconds after which a load counts as hung."),
+    timeout: float = typer.Option(
+        600.0, min=1.0, max=MOST_SECONDS, callback=number, help="Seconds after which a load counts as hung."
+    ),
     plot: Path | None = typer.Option(None, help="Write a bar chart: .png, .svg or .pdf; needs matplotlib."),
     results: Path | None = typer.Option(None, help="A folder to write the results file to."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> int:
     """Measure this machine's ceilings, then ours and other loaders in turn, each in its own process."""
-    from tensorlift.bench import chart
-    from tensorlift.bench.race import SHARES
-    from tensorlift.bench.rivals import chosen
-    from tensorlift.tensors.devices import parse_device
+    with at_once():
+        from tensorlift.bench import chart
+        from tensorlift.bench.race import SHARES
+        from tensorlift.bench.rivals import chosen
+        from tensorlift.tensors.devices import parse_device
 
     if cache not in SHARES:
         raise RequestError(f"--cache {cache!r} is unknown; there are {_CACHES}")
     wanted = chosen(rivals, rival_path)
     if plot is not None:
         chart.check_plot(plot)
+    if results is not None:
+        check_folder(str(results), "--results")
     where = str(parse_device(device))
     record, rates, entries, ceiling = _measure(path, where, wanted, cache, runs, timeout)
     if as_json:
@@ -68,7 +81,7 @@ def command(
         _print(rates, entries, ceiling)
     if plot is not None:
         size = human_bytes(entries[0].series.nbytes)
-        title = f"{size}, {record['settings']['tensors']} tensors to {where}, {cache}"
+        title = f"{size}, {plural(record['settings']['tensors'], 'tensor')} to {where}, {cache}"
         chart.draw(plot, title, entries, ceiling)
         _say(f"written: {plot}")
     if results is not None:
@@ -94,7 +107,7 @@ def _measure(
     size = size_engine(LoadOptions.resolve(), int(checkpoint.sizes.sum()), device=on_device)
     with Ceilings() as ceilings:
         race = Race(checkpoint, device, ceilings, timeout)
-        _say(f"{human_bytes(race.nbytes)} in {len(race.files)} files; measuring the ceilings")
+        _say(f"{human_bytes(race.nbytes)} in {plural(len(race.files), 'file')}; measuring the ceilings")
         link = (lambda: link_rate(device)) if on_device else None
         heights = rates.measure(ceilings, race.files, size, link)
         entries = race.run(rivals, SHARES[cache], runs, _say)
@@ -116,6 +129,7 @@ def _measure(
         settings,
         ceilings=[rate.record() for rate in heights],
         ceiling=ceiling,
+        notes=list(_NOTES),
         loaders=[entry.record() for entry in entries],
     )
     return record, heights, entries, ceiling
@@ -127,16 +141,20 @@ def _say(text: str) -> None:
 
 def _print(rates: list[Rate], entries: list[Entry], ceiling: float) -> None:
     console = data_console()
-    table = _table("ceiling", "GB/s", "all")
+    table = _table("ceiling", "GB/s, best", "all")
     for rate in rates:
         every = ", ".join(f"{sample / 1e9:.2f}" for sample in rate.samples) or f"refused: {rate.refused}"
         table.add_row(rate.name, f"{rate.rate / 1e9:.2f}" if rate.samples else "-", every)
     console.print(table)
     console.print()
-    table = _table("loader", "GB/s", "of ceiling", "median s", "samples", "resident", "pinned", "device")
+    table = _table(
+        "loader", "GB/s, median", "of ceiling", "median s", "samples", "resident", "pinned", "device"
+    )
     for entry in entries:
         if not entry.ok:
-            table.add_row(entry.rival.name, entry.status, "", "", entry.reason)
+            before = ", ".join(f"{seconds:.3f}" for seconds in entry.series.seconds)
+            reason = entry.reason + (f" (samples before it, s: {before})" if before else "")
+            table.add_row(entry.rival.name, entry.status, "", "", reason)
             continue
         series = entry.series
         memory = [entry.peak(f"{kind}_peak_bytes") for kind in ("resident", "pinned", "device")]
@@ -152,6 +170,8 @@ def _print(rates: list[Rate], entries: list[Entry], ceiling: float) -> None:
     console.print(
         f"cached before each sample: {entries[0].cached:.3f}; ceiling for that: {ceiling / 1e9:.2f} GB/s"
     )
+    for note in _NOTES:
+        console.print(note)
 
 
 def _table(first: str, *rest: str) -> Table:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import math
 import os
 import sys
 import textwrap
@@ -17,9 +18,20 @@ from typing import NoReturn, ParamSpec
 import typer
 from rich.console import Console
 
+from tensorlift.cli.interrupts import raise_again
 from tensorlift.errors import FileError, MachineError, TensorliftError
+from tensorlift.format.quoting import clean, plural
 
-__all__ = ["EXIT_CODES", "data_console", "exit_code", "guarded", "print_error"]
+__all__ = [
+    "EXIT_CODES",
+    "MOST_SECONDS",
+    "data_console",
+    "exit_code",
+    "guarded",
+    "matching",
+    "number",
+    "print_error",
+]
 
 EXIT_FILE = 1
 EXIT_REQUEST = 2
@@ -38,6 +50,9 @@ EXIT_CODES = {
     EXIT_INTERRUPTED: "interrupted by Ctrl-C",
     EXIT_BROKEN_PIPE: "the reader of the output went away",
 }
+
+MOST_SECONDS = 1e6
+"""More no verb takes: the kernel's and Python's waits overflow not far above."""
 
 P = ParamSpec("P")
 
@@ -62,6 +77,18 @@ def _is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 
+def number(value: float) -> float:
+    """For options that are numbers: "nan" reads as one, and is in no range."""
+    if math.isnan(value):
+        raise typer.BadParameter("expected a number")
+    return value
+
+
+def matching(count: int, digests: str) -> str:
+    """What a verification says that found no difference."""
+    return f"{plural(count, 'tensor')} match{'es' if count == 1 else ''} {clean(digests)}"
+
+
 def print_error(error: BaseException) -> None:
     """One block on stderr: the kind, then the message, indented. TENSORLIFT_DEBUG=1 adds the traceback."""
     if os.environ.get("TENSORLIFT_DEBUG") == "1":
@@ -81,6 +108,7 @@ def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
     @functools.wraps(function)
     def verb(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
+            raise_again()
             code = function(*args, **kwargs)
             sys.stdout.flush()
         except BrokenPipeError as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import typer
 
 from tensorlift.cli.console import guarded
+from tensorlift.format.quoting import plural
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ class Made(NamedTuple):
     def __str__(self) -> str:
         """For people."""
         rate = human_bytes(self.nbytes / self.seconds) if self.seconds else "-"
-        return f"{self.tensors} tensors, {human_bytes(self.nbytes)} in {self.seconds:.3f} s ({rate}/s)"
+        return (
+            f"{plural(self.tensors, 'tensor')}, {human_bytes(self.nbytes)} in {self.seconds:.3f} s ({rate}/s)"
+        )
 
 
 def make(checkpoint: Checkpoint) -> Made:
@@ -55,7 +58,7 @@ def make(checkpoint: Checkpoint) -> Made:
 @guarded
 def command(
     paths: list[str] = typer.Argument(
-        metavar="PATH...", help="A file, files, a folder or a Hub id in the cache."
+        metavar="PATH", help="A file, files, a folder or a Hub id in the cache."
     ),
     out: str | None = typer.Option(
         None,
@@ -66,10 +69,13 @@ def command(
 ) -> None:
     """Write the digest of every tensor; 'verify' and load(verify=True) compare with them."""
     from tensorlift import sources
-    from tensorlift.sources.sidecars import sidecar_to_write, write_sidecar
+    from tensorlift.sources.sidecars import check_place, sidecar_to_write, write_sidecar
 
     checkpoint = sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths))
     path = sidecar_to_write(checkpoint) if out is None else out
+    check_place(
+        path, checkpoint, "--out" if out is not None else "the place of the digests (--out names another)"
+    )
     made = make(checkpoint)
     write_sidecar(path, made.sidecar)
     if as_json:

@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from tensorlift.cli.console import EXIT_MACHINE, data_console, guarded
+from tensorlift.cli.interrupts import at_once
 from tensorlift.errors import LibraryError, MachineError, TensorliftError
 from tensorlift.format.quoting import clean
 from tensorlift.stats import human_bytes
@@ -85,7 +86,8 @@ def _backend(abi: Any, name: str, file: str) -> dict[str, Any]:
 
 
 def _devices(abi: Any) -> list[dict[str, Any]]:
-    import torch
+    with at_once():
+        import torch
 
     from tensorlift.engine.abi import DEVICE_CUDA, DEVICE_HIP
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tensorlift.cli.console import guarded
+from tensorlift.cli.console import guarded, matching
+from tensorlift.cli.interrupts import at_once
 from tensorlift.options import BACKENDS, LoadOptions
 from tensorlift.progress import Report, bar
 from tensorlift.stats import human_bytes
@@ -45,14 +46,28 @@ def _load(
             if repeat > 1:
                 print(f"run {number + 1} of {repeat}")
             print(stats.summary(), flush=True)
+    if runs[-1].verified and not as_json:
+        print(matching(runs[-1].verified, _digests(paths, given)))
     _finish(paths, device, runs, as_json)
     return None
+
+
+def _digests(paths: list[str], given: dict[str, Any]) -> str:
+    """The file of digests that a load compared with."""
+    from tensorlift import sources
+    from tensorlift.sources.sidecars import find_sidecar
+
+    verify = LoadOptions.resolve(**given).verify
+    if isinstance(verify, str):
+        return verify
+    return find_sidecar(sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths)))
 
 
 def _once(
     paths: list[str], device: str, names: list[str] | None, progress: bool | None, given: dict[str, Any]
 ) -> LoadStats:
-    from tensorlift.loading import load  # torch only now
+    with at_once():
+        from tensorlift.loading import load  # torch only now
 
     if progress is None and not sys.stderr.isatty():
         # Nobody said: TENSORLIFT_PROGRESS may.
@@ -109,7 +124,7 @@ def _parameters() -> Iterator[tuple[str, Any, Any]]:
         text = f"{meta['doc']} {unit}: {meta['automatic']}. [{LoadOptions.variable(field.name)}]"
         option = "--" + field.name.replace("_", "-")
         if field.name == "backend":
-            text = f"{text} Repeatable. Known: {', '.join(BACKENDS)}."
+            text = f"{text} Repeatable, or separated by commas. Known: {', '.join(BACKENDS)}."
             yield field.name, list[str] | None, typer.Option(None, option, metavar="NAME", help=text)
         else:
             yield (

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from tensorlift.cli.console import guarded
+from tensorlift.format.quoting import plural
 from tensorlift.stats import human_bytes
 
 __all__ = ["command"]
@@ -56,7 +57,9 @@ def command(
 def _summary(facts: dict[str, Any]) -> str:
     nbytes, seconds = facts["file_bytes"], facts["seconds"]
     layers = f"{facts['layers']} of {facts['layers_of_the_model']} layers"
-    sizes = f"{facts['tensors']} tensors, {human_bytes(nbytes)}, {len(facts['files'])} files"
+    sizes = (
+        f"{plural(facts['tensors'], 'tensor')}, {human_bytes(nbytes)}, {plural(len(facts['files']), 'file')}"
+    )
     parameters = f"{facts['parameters'] / 1e9:.2f} billion parameters"
     return (
         f"{facts['folder']}: like {facts['like']}, {layers}, {parameters}\n"

@@ -7,12 +7,14 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import data_console, guarded
+from tensorlift.cli.console import MOST_SECONDS, data_console, guarded, number
+from tensorlift.cli.interrupts import at_once
 from tensorlift.errors import OptionError
 from tensorlift.options import LoadOptions
 from tensorlift.stats import human_bytes
@@ -32,10 +34,16 @@ _LOADS = 120
 @guarded
 def command(
     paths: list[str] = typer.Argument(
-        metavar="PATH...", help="A file, files, a folder or a Hub id in the cache."
+        metavar="PATH", help="A file, files, a folder or a Hub id in the cache."
     ),
     device: str = typer.Option("cpu", help="Where to: cpu, cuda, cuda:1."),
-    seconds: float = typer.Option(45.0, min=1.0, help="About how long to measure."),
+    seconds: float = typer.Option(
+        45.0,
+        min=1.0,
+        max=MOST_SECONDS,
+        callback=number,
+        help="About how long to measure, all states together.",
+    ),
     state: str = typer.Option("both", help="What is cached while measuring: warm, cold or both."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
@@ -45,17 +53,20 @@ def command(
     """
     if state not in (*STATES, "both"):
         raise OptionError(f"--state is {state!r}; expected warm, cold or both")
-    from tensorlift.bench.trials import Trials  # numpy only when needed
+    with at_once():
+        import tensorlift.loading  # noqa: F401 - numpy and torch only when needed
+        from tensorlift.bench.trials import Trials
 
     trials = Trials(paths, device)
     states = STATES if state == "both" else (state,)
-    found = {each: _tuned(trials, each, seconds / len(states)) for each in states}
+    searched = {each: _tuned(trials, each, seconds / len(states)) for each in states}
     facts = {
         "paths": paths,
         "device": device,
         "bytes": trials.total_bytes,
         "already_set": _already_set(),
-        "states": found,
+        "states": {each: told for each, (_, told) in searched.items()},
+        "verdict": _verdict(trials, searched),
     }
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -69,8 +80,39 @@ def _already_set() -> list[str]:
     return [variable for variable in variables if os.environ.get(variable)]
 
 
-def _tuned(trials: Trials, state: str, seconds: float) -> dict[str, Any]:
-    """Facts of one search."""
+def _verdict(trials: Trials, searched: dict[str, tuple[Found, dict[str, Any]]]) -> dict[str, Any]:
+    """Facts of what to set whatever the state; for one state alone, that is its own advice."""
+    from tensorlift.bench.tuning import RULE, compare, verdict
+
+    def check(state: str, choice: Choice) -> Found:
+        trials.take(searched[state][1]["sample_bytes"])
+        return compare(choice, lambda each: trials.measure(state, each))
+
+    choice, checked = verdict({state: found for state, (found, _) in searched.items()}, check)
+    return {
+        **_to_set(choice),
+        "rule": RULE,
+        "checked": {
+            state: [
+                row
+                for found in by_choice.values()
+                for row in _rows(found, searched[state][1]["sample_bytes"])
+            ]
+            for state, by_choice in checked.items()
+        },
+    }
+
+
+def _to_set(choice: Choice) -> dict[str, Any]:
+    return {
+        "set": choice.options(),
+        "environment": choice.environment(),
+        "command_line": _command_line(choice),
+    }
+
+
+def _tuned(trials: Trials, state: str, seconds: float) -> tuple[Found, dict[str, Any]]:
+    """One search, and its facts."""
     from tensorlift.bench.tuning import axes, search
     from tensorlift.engine.sizing import facts_of_this_machine
 
@@ -96,14 +138,13 @@ def _tuned(trials: Trials, state: str, seconds: float) -> dict[str, Any]:
         "gap": found.gap,
         "won": found.won,
         "steady": found.steady,
-        "set": found.advice.options(),
-        "environment": found.advice.environment(),
-        "command_line": _command_line(found.advice),
+        "apart": found.apart,
+        **_to_set(found.advice),
     }
     if state == "cold":
         facts["fetched_share_least"] = min(trials.fetched, default=None)
         facts["cold_is_proven"] = trials.cold_is_proven
-    return facts
+    return found, facts
 
 
 def _rows(found: Found, nbytes: int) -> list[dict[str, Any]]:
@@ -142,8 +183,10 @@ def _print(facts: dict[str, Any]) -> None:
         console.print(_table(found))
         if not found["complete"]:
             console.print("the time was over before every choice was tried; --seconds gives more")
-        console.print(_advice(state, found))
+        console.print(f"{state}: {_outcome(found)}")
         console.print()
+    for line in _conclusion(facts["states"], facts["verdict"]):
+        console.print(line)
 
 
 def _proof(found: dict[str, Any]) -> str:
@@ -170,17 +213,43 @@ def _table(found: dict[str, Any]) -> Table:
     return table
 
 
-def _advice(state: str, found: dict[str, Any]) -> str:
+def _outcome(found: dict[str, Any]) -> str:
+    """What the final of one state says."""
     rows = [row for row in found["trials"] if row["final"]]
-    gap = f"the automatic choice takes {found['gap']:.1%} longer than the best, {rows[0]['choice']}"
-    if not found["set"] and rows[0]["choice"] == "automatic":
-        return f"{state}: set nothing: the automatic choice is the best of the final"
+    if rows[0]["choice"] == "automatic":
+        return "the automatic choice is the best of the final"
+    gap = (
+        f"the automatic choice takes {found['gap']:.1%} longer than the best, {rows[0]['choice']}, which was "
+        f"faster in {found['won']:.0%} of {len(rows[0]['samples'])} rounds"
+    )
+    if found["set"]:
+        return gap
     if not found["steady"]:
         busy = "samples of one choice differ too much to compare them: the machine is busy"
-        return f"{state}: set nothing: {busy}; measure again when it is quieter"
-    gap += f", which was faster in {found['won']:.0%} of {len(rows[0]['samples'])} rounds"
-    if not found["set"]:
-        return f"{state}: set nothing: {gap}: that is noise"
-    lines = [f"{state}: {gap}; to set the best:", f"  {found['command_line']}"]
-    lines += [f"  {name}={value}" for name, value in found["environment"].items()]
-    return "\n".join(lines)
+        return f"{busy}; measure again when it is quieter"
+    return f"{gap}: that is within what samples differ by" if not found["apart"] else f"{gap}: that is noise"
+
+
+def _conclusion(states: dict[str, dict[str, Any]], verdict: dict[str, Any]) -> Iterator[str]:
+    """What to set, whatever is cached; else what would be right for files that are always in one state."""
+    only = f" if your files are always {next(iter(states))}" if len(states) == 1 else ""
+    if verdict["set"]:
+        yield f"set{only}:"
+        yield from _settings(verdict)
+    else:
+        yield f"set nothing{only}"
+        for state, found in states.items():
+            if found["set"]:
+                yield f"if your files are always {state}:"
+                yield from _settings(found)
+    for state, rows in verdict["checked"].items():
+        for row in rows:
+            told = f"refused: {row['refused']}" if row["refused"] else f"{row['seconds'] or 0:.4f} s"
+            if row["refused"] or row["final"]:
+                yield f"tried when {state} too: {row['choice']}: {told}"
+    yield f"the rule: {verdict['rule']}"
+
+
+def _settings(facts: dict[str, Any]) -> Iterator[str]:
+    yield f"  {facts['command_line']}"
+    yield from (f"  {name}={value}" for name, value in facts["environment"].items())

@@ -18,10 +18,10 @@ from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import DIGEST_BYTES, Expected, listed
 from tensorlift.format.quoting import clean, quote
 from tensorlift.options import LoadOptions
-from tensorlift.plan.chunks import chunk_edges, digest_pieces
+from tensorlift.plan.chunks import CHUNK, chunk_edges, digest_pieces
 from tensorlift.plan.pieces import JOIN
 
-__all__ = ["Checks", "digest_checkpoint", "tree_digests"]
+__all__ = ["Checks", "check_built", "check_in_memory", "digest_checkpoint", "tree_digests"]
 
 Ints = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint8]
@@ -60,6 +60,37 @@ def check_built() -> None:
             "the native library was built without xxHash, so it makes no digests; install libxxhash-dev and "
             "build it again, or load without verify"
         )
+
+
+def check_in_memory(checkpoint: Checkpoint, row: int, address: int, nbytes: int, expected: Expected) -> None:
+    """Compares one tensor whose bytes lie at ``address``; DigestError. Keeps the GIL, so for small ones.
+
+    ``check_built`` has to have passed.
+    """
+    function = abi.library().call["tl_digest"]
+    starts = range(0, nbytes, CHUNK)
+    pieces, found = np.zeros((len(starts), DIGEST_BYTES), np.uint8), np.zeros(DIGEST_BYTES, np.uint8)
+    for number, start in enumerate(starts):
+        function(address + start, min(CHUNK, nbytes - start), pieces.ctypes.data + number * DIGEST_BYTES)
+    function(pieces.ctypes.data, pieces.nbytes, found.ctypes.data)
+    wanted = expected.digests[row].tobytes()
+    if expected.known[row] and found.tobytes() != wanted:
+        raise _wrong([_line(checkpoint, row, found.tobytes(), wanted)], expected)
+
+
+def _wrong(lines: Sequence[str], expected: Expected) -> DigestError:
+    return DigestError(
+        f"{listed(lines)}\nThe bytes are damaged, or were changed after the digests were made "
+        f"({clean(expected.where)}): download or copy the file again, or make new digests"
+    )
+
+
+def _line(checkpoint: Checkpoint, row: int, found: bytes, wanted: bytes) -> str:
+    path = checkpoint.shards[int(checkpoint.shard_of[row])].path
+    return (
+        f"{clean(path)}: tensor {quote(checkpoint.names[row])}: digest is {found.hex()}, "
+        f"expected {wanted.hex()}"
+    )
 
 
 class Checks:
@@ -115,21 +146,11 @@ class Checks:
         wrong = np.flatnonzero(known & (found != wanted).any(axis=1))
         if len(wrong):
             lines = [
-                self._line(int(rows[i]), found[i].tobytes(), wanted[i].tobytes()) for i in wrong.tolist()
+                _line(self._checkpoint, int(rows[i]), found[i].tobytes(), wanted[i].tobytes())
+                for i in wrong.tolist()
             ]
-            raise DigestError(
-                f"{listed(lines)}\nThe bytes are damaged, or were changed after the digests were made "
-                f"({clean(self._expected.where)}): download or copy the file again, or make new digests"
-            )
+            raise _wrong(lines, self._expected)
         self.checked += int(known.sum())
-
-    def _line(self, row: int, found: bytes, wanted: bytes) -> str:
-        checkpoint = self._checkpoint
-        path = checkpoint.shards[int(checkpoint.shard_of[row])].path
-        return (
-            f"{clean(path)}: tensor {quote(checkpoint.names[row])}: digest is {found.hex()}, "
-            f"expected {wanted.hex()}"
-        )
 
 
 def digest_checkpoint(

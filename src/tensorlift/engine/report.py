@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from tensorlift.engine.abi import PATH_NAMES
 from tensorlift.engine.engine import Engine
-from tensorlift.format.quoting import clean
+from tensorlift.format.quoting import clean, plural
 from tensorlift.stats import LoadStats
 
 __all__ = ["EngineReport", "report_of"]
 
 _log = logging.getLogger("tensorlift")
+_logged: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class EngineReport:
 
 
 def report_of(engine: Engine, *, log: bool = False) -> EngineReport:
-    """The counters now. ``log``: fallbacks go to the log, each text once."""
+    """The counters now. ``log``: fallbacks go to the log, each reason once a process, with its first file."""
     stats = engine.stats()
     used = [at for at in range(len(PATH_NAMES)) if stats.reads_by_path[at] or stats.bytes_by_path[at]]
     residency: dict[str, int] = {}
@@ -83,12 +84,16 @@ def report_of(engine: Engine, *, log: bool = False) -> EngineReport:
         for line in bytes(info.fallback).decode("utf-8", "replace").splitlines():
             refused.setdefault(line, []).append(shard.path)
     texts = [line for line in bytes(stats.notes).decode("utf-8", "replace").splitlines() if line]
+    reasons = [*texts, *refused]
     for line, paths in refused.items():
-        more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
+        more = f" and {plural(len(paths) - 1, 'more file')}" if len(paths) > 1 else ""
         texts.append(f"{line} ({clean(paths[0])}{more})")
     if log:
-        for text in texts:
-            _log.warning("%s", text)
+        for reason, text in zip(reasons, texts, strict=True):
+            # Once: who asks for tensors one by one would have a line for each.
+            if reason not in _logged:
+                _logged.add(reason)
+                _log.warning("%s", text)
     return EngineReport(
         readers={PATH_NAMES[at]: int(stats.bytes_by_path[at]) for at in used},
         reads={PATH_NAMES[at]: int(stats.reads_by_path[at]) for at in used},

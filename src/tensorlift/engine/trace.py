@@ -25,7 +25,8 @@ import numpy.typing as npt
 from tensorlift.engine.abi import PATH_NAMES
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.events import STAGE_NAMES
-from tensorlift.errors import MachineError, OptionError
+from tensorlift.errors import MachineError
+from tensorlift.outputs import Kind, check_output, write_output
 
 __all__ = ["MOST_EVENTS", "Span", "Trace", "traced", "tracks"]
 
@@ -36,6 +37,8 @@ MOST_EVENTS = 1 << 20
 _FIRST_FREE_TRACK = 1 << 22
 _READ, _COPY = STAGE_NAMES.index("READ"), STAGE_NAMES.index("COPY")
 _BLOCK = 1 << 14
+_BEGIN = b'{"displayTimeUnit":"ms","otherData":'
+_TRACE = Kind("a trace", _BEGIN, b'"program":"tensorlift"')
 
 _log = logging.getLogger("tensorlift")
 
@@ -58,13 +61,11 @@ class Trace:
     """
 
     def __init__(self, path: str) -> None:
-        """``{pid}`` in the path becomes the id of this process. Raises OptionError where no file can come."""
+        """``{pid}`` in the path becomes the id of this process. Raises OptionError and MachineError where no
+        trace can be written; a file is only replaced if it is a trace, so never one that is loaded.
+        """
         self.path = path.replace("{pid}", str(os.getpid()))
-        folder = os.path.dirname(self.path) or "."
-        if os.path.isdir(self.path) or not os.access(folder, os.W_OK | os.X_OK):
-            raise OptionError(
-                f"trace is {path!r}; expected a file to write, in a folder that may be written to"
-            )
+        check_output(self.path, _TRACE, "trace")
         self._spans: list[Span] = []
         self._threads: dict[int, str] = {}
         self._engines: list[tuple[npt.NDArray[Any], list[str]]] = []
@@ -77,12 +78,11 @@ class Trace:
         self.keep("load", self._begin, {} if error is None else {"error": type(error).__name__})
         try:
             self.write()
-        except OSError as failed:
-            text = f"the trace {self.path} could not be written: {failed.strerror or failed}"
+        except MachineError as failed:
             if error is None:
-                raise MachineError(text) from failed
+                raise
             # The load's own error is the one to come out.
-            _log.warning("%s", text)
+            _log.warning("%s", failed)
 
     def keep(self, name: str, begin_ns: int, args: Mapping[str, Any]) -> None:
         """An event on the caller's thread, from ``begin_ns`` (of time.perf_counter_ns) until now."""
@@ -95,7 +95,7 @@ class Trace:
         self._engines.append((engine.trace(), [shard.path for shard in engine.shards]))
 
     def write(self) -> None:
-        """Writes all events so far, replacing the file."""
+        """Writes all events so far, replacing the file once they are on disk. Raises MachineError."""
         head = {
             "program": "tensorlift",
             "command": sys.argv,
@@ -103,8 +103,8 @@ class Trace:
             "begin_ns": self._begin,
             "engine_events_were_cut": any(len(events) >= MOST_EVENTS for events, _ in self._engines),
         }
-        with open(self.path, "wb") as file:
-            file.write(b'{"displayTimeUnit":"ms","otherData":' + msgspec.json.encode(head))
+        with write_output(self.path, "the trace") as file:
+            file.write(_BEGIN + msgspec.json.encode(head))
             file.write(b',"traceEvents":[')
             before = b"\n"
             for block in _blocks(self._events()):

@@ -251,7 +251,8 @@ def _refuse_unlisted(
     lacking = [name for name, member in weight_map.items() if name not in held[member]]
     if lacking:
         name = lacking[0]
-        more = f" (and {len(lacking) - 1:,} more tensors are missing)" if len(lacking) > 1 else ""
+        count = len(lacking) - 1
+        more = f" (and {plural(count, 'more tensor')} {_are(count)} missing)" if count else ""
         path = next(s.path for s, member in zip(shards, members, strict=True) if member == weight_map[name])
         elsewhere = next((member for member in members if name in held[member]), None)
         there = f"; {clean(elsewhere)} holds it" if elsewhere is not None else ""
@@ -288,6 +289,10 @@ def _concatenated(columns: list[npt.NDArray[_Scalar]], dtype: type[_Scalar]) -> 
     return columns[0] if len(columns) == 1 else np.concatenate([np.empty(0, dtype), *columns])
 
 
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
 def _refuse_double(parts: Sequence[Checkpoint], where: str) -> None:
     held: dict[str, list[str]] = {}
     for part in parts:
@@ -295,7 +300,8 @@ def _refuse_double(parts: Sequence[Checkpoint], where: str) -> None:
             held.setdefault(name, []).append(part.shards[shard].path)
     doubles = [name for name, paths in held.items() if len(paths) > 1]
     first, second = held[doubles[0]][:2]
-    more = f" (and {len(doubles) - 1:,} more are)" if len(doubles) > 1 else ""
+    count = len(doubles) - 1
+    more = f" (and {count:,} more {_are(count)})" if count else ""
     raise CheckpointError(
         f"{clean(where)}: tensor {quote(doubles[0])} is in both {clean(first)} and {clean(second)}{more}, "
         "and no index says which one holds; give the files that are meant as a list"

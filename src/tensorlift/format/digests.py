@@ -1,4 +1,4 @@
-"""Digests of tensors in a sidecar: what is in it, how it is written, read, and compared with a checkpoint.
+"""Digests of tensors in a sidecar: what is in it, how it is written and read.
 
     {"format": "tensorlift.digests", "version": 1, "algorithm": "xxh3-128-tree-1mib",
      "files": [{"name": "model.safetensors", "nbytes": 4096}],
@@ -14,8 +14,9 @@ against damage and mixed-up files, not against somebody who changes both: XXH3 i
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -23,26 +24,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tensorlift.errors import DigestError, TensorNotFoundError
+from tensorlift.errors import DigestError
 from tensorlift.format.checkpoint import Checkpoint
-from tensorlift.format.dtypes import ALL
+from tensorlift.format.dtypes import ALL, BY_CODE
 from tensorlift.format.quoting import clean, plural, quote
 
 __all__ = [
     "ALGORITHM",
     "DIGEST_BYTES",
     "LONGEST_SIDECAR",
-    "Difference",
     "Expected",
     "FileRecord",
     "Sidecar",
     "TensorRecord",
     "decode",
     "describe",
-    "differences",
     "encode",
-    "expect",
-    "expect_given",
+    "listed",
 ]
 
 ALGORITHM = "xxh3-128-tree-1mib"
@@ -87,22 +85,6 @@ class _Head(msgspec.Struct):
     format: str = ""
     version: int = 0
     algorithm: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """What a checkpoint has otherwise than its digests say. ``kind``: "missing", "extra" or "changed"."""
-
-    kind: str
-    file: str
-    tensor: str | None
-    """None: the file itself."""
-    what: str
-
-    def __str__(self) -> str:
-        """One line for people."""
-        tensor = "" if self.tensor is None else f" tensor {quote(self.tensor)}:"
-        return f"{clean(self.file)}:{tensor} {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +162,29 @@ def decode(raw: bytes, path: str) -> Sidecar:
         ) from None
     _check_once([file.name for file in sidecar.files], "file", where)
     _check_once([tensor.name for tensor in sidecar.tensors], "tensor", where)
-    files = {file.name for file in sidecar.files}
-    for tensor in sidecar.tensors:
-        if tensor.file not in files:
-            raise DigestError(
-                f"{where}: tensor {quote(tensor.name)} is said to be in {quote(tensor.file)}, which is not "
-                "among its files; make the digests again"
-            )
+    _check_sizes(sidecar, where)
     return sidecar
+
+
+def _check_sizes(sidecar: Sidecar, where: str) -> None:
+    """Each tensor has the bytes of its dtype and shape, and those of a file fit into it."""
+    left = {file.name: file.nbytes for file in sidecar.files}
+    for tensor in sidecar.tensors:
+        wrong, dtype = "", BY_CODE.get(tensor.dtype)
+        if tensor.file not in left:
+            wrong = f"is said to be in {quote(tensor.file)}, which is not among its files"
+        elif dtype is not None and math.prod(tensor.shape) * dtype.bits != 8 * tensor.nbytes:
+            bits = math.prod(tensor.shape) * dtype.bits
+            wrong = (
+                f"is said to have {plural(tensor.nbytes, 'byte')}, but {tensor.dtype} "
+                f"{quote(tensor.shape)} takes {quote(-(-bits // 8))}"
+            )
+        else:
+            left[tensor.file] -= tensor.nbytes
+            if left[tensor.file] < 0:
+                wrong = f"and those before it do not fit into the bytes of {quote(tensor.file)}"
+        if wrong:
+            raise DigestError(f"{where}: tensor {quote(tensor.name)} {wrong}; make the digests again")
 
 
 def _check_once(names: Sequence[str], what: str, where: str) -> None:
@@ -198,99 +195,6 @@ def _check_once(names: Sequence[str], what: str, where: str) -> None:
         if name in seen:
             raise DigestError(f"{where}: {what} {quote(name)} comes twice; make the digests again")
         seen.add(name)
-
-
-def differences(expected: Sidecar, found: Sidecar) -> list[Difference]:
-    """All differences: files whose size changed, then tensors, in the order of ``expected``, extra ones last.
-
-    A tensor that moved to another file, or a file of another name, is none as long as the tensors are equal.
-    """
-    sizes = {file.name: file.nbytes for file in found.files}
-    result = [
-        Difference(
-            "changed", file.name, None, f"has {plural(sizes[file.name], 'byte')}, expected {file.nbytes:,}"
-        )
-        for file in expected.files
-        if sizes.get(file.name, file.nbytes) != file.nbytes
-    ]
-    there = {tensor.name: tensor for tensor in found.tensors}
-    for old in expected.tensors:
-        new = there.pop(old.name, None)
-        if new is None:
-            result.append(Difference("missing", old.file, old.name, "is missing"))
-        elif what := _changed(old, new):
-            result.append(Difference("changed", new.file, old.name, what))
-    result += [Difference("extra", new.file, new.name, "has no digest") for new in there.values()]
-    return result
-
-
-def _changed(old: TensorRecord, new: TensorRecord) -> str:
-    for what in ("dtype", "shape", "nbytes", "digest"):
-        before, after = getattr(old, what), getattr(new, what)
-        if before != after:
-            return f"{what} is {quote(after)}, expected {quote(before)}"
-    return ""
-
-
-def expect(sidecar: Sidecar, checkpoint: Checkpoint, rows: Iterable[int], where: str) -> Expected:
-    """What the given rows have to have by a sidecar.
-
-    Raises DigestError that names file and tensor where it lacks one of them, or has another dtype or shape.
-    """
-    records = {tensor.name: tensor for tensor in sidecar.tensors}
-    digests, known = _nothing(checkpoint)
-    wrong: list[str] = []
-    wanted = list(rows)
-    for row in wanted:
-        name = checkpoint.names[row]
-        record, code = records.get(name), ALL[int(checkpoint.dtypes[row])].code
-        who = f"{clean(checkpoint.shards[int(checkpoint.shard_of[row])].path)}: tensor {quote(name)}:"
-        if record is None:
-            wrong.append(f"{who} has no digest")
-        elif (record.dtype, record.shape) != (code, checkpoint.shapes[row]):
-            wrong.append(
-                f"{who} is {code} {quote(checkpoint.shapes[row])}, expected {quote(record.dtype)[1:-1]} "
-                f"{quote(record.shape)}"
-            )
-        else:
-            digests[row] = np.frombuffer(bytes.fromhex(record.digest), np.uint8)
-            known[row] = True
-    if wrong:
-        raise DigestError(
-            f"{clean(where)} does not fit {clean(checkpoint.where)}: of {plural(len(wanted), 'tensor')} "
-            f"{len(wrong):,} differ{'s' if len(wrong) == 1 else ''}; are these the digests of another model, "
-            f"or older than the files?\n  {listed(wrong)}"
-        )
-    return Expected(digests, known, where)
-
-
-def expect_given(given: Mapping[str, str], checkpoint: Checkpoint) -> Expected:
-    """What a caller's own digests ask for: only the tensors that they name are checked.
-
-    Raises TensorNotFoundError for a name that is not in the checkpoint, DigestError for text that is no
-    digest.
-    """
-    digests, known = _nothing(checkpoint)
-    for name, text in given.items():
-        try:
-            row = checkpoint.index(name)
-        except TensorNotFoundError as error:
-            raise TensorNotFoundError(f"{error} (verify= has a digest for it)") from None
-        try:
-            raw = bytes.fromhex(text)
-        except (TypeError, ValueError):
-            raw = b""
-        if len(raw) != DIGEST_BYTES:
-            raise DigestError(
-                f"verify: the digest of {quote(name)} is {quote(text)}; expected {2 * DIGEST_BYTES} "
-                "hexadecimal digits, as 'tensorlift digest' writes them"
-            )
-        digests[row], known[row] = np.frombuffer(raw, np.uint8), True
-    return Expected(digests, known, "verify=")
-
-
-def _nothing(checkpoint: Checkpoint) -> tuple[Digests, npt.NDArray[np.bool_]]:
-    return np.zeros((len(checkpoint), DIGEST_BYTES), np.uint8), np.zeros(len(checkpoint), bool)
 
 
 def listed(lines: Sequence[str]) -> str:

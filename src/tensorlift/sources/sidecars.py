@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
-import tempfile
 from collections.abc import Mapping
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from tensorlift.errors import DigestError, RequestError
+from tensorlift.errors import DigestError, OutOfMemoryError, RequestError
 from tensorlift.format.checkpoint import Checkpoint
-from tensorlift.format.digests import (
-    LONGEST_SIDECAR,
-    Expected,
-    Sidecar,
-    decode,
-    encode,
-    expect,
-    expect_given,
-)
+from tensorlift.format.comparing import expect, expect_given
+from tensorlift.format.digests import LONGEST_SIDECAR, Expected, Sidecar, decode, encode
 from tensorlift.format.listing import INDEX_SUFFIX
 from tensorlift.format.quoting import clean
 from tensorlift.options import LoadOptions
+from tensorlift.outputs import Kind, check_output, write_output
 from tensorlift.sources.problems import refused
 
 __all__ = [
     "FILE_SUFFIX",
     "FOLDER_NAME",
+    "check_place",
     "expected_digests",
     "find_sidecar",
+    "is_of_all",
     "read_sidecar",
     "sidecar_to_write",
     "write_sidecar",
@@ -42,13 +37,17 @@ FOLDER_NAME = "tensorlift.digests.json"
 FILE_SUFFIX = ".digests.json"
 """The sidecar of a single file is called like it, with this behind."""
 
+_PART = 1 << 20
+_DIGESTS = Kind("a file of digests", b"{", b'"tensorlift.digests"')
+
 
 def expected_digests(
-    checkpoint: Checkpoint, rows: npt.NDArray[np.int64], options: LoadOptions
+    checkpoint: Checkpoint, rows: npt.NDArray[np.int64], options: LoadOptions, whole: bool
 ) -> Expected | None:
     """What ``options.verify`` asks of the given rows; None where nothing is to be checked.
 
-    Raises DigestError where there are no digests, or they do not fit the headers; reads no tensor.
+    ``whole``: all tensors were asked for, not some by name, so none may be missing. Raises DigestError where
+    there are no digests, or they do not fit the headers; reads no tensor.
     """
     verify = options.verify
     if verify is None or verify is False:
@@ -56,7 +55,17 @@ def expected_digests(
     if isinstance(verify, Mapping):
         return expect_given(verify, checkpoint)
     path = find_sidecar(checkpoint) if verify is True else verify
-    return expect(read_sidecar(path), checkpoint, rows.tolist(), path)
+    sidecar, all_files = read_sidecar(path), is_of_all(path, checkpoint)
+    return expect(sidecar, checkpoint, rows.tolist(), path, whole=whole, all_files=all_files)
+
+
+def is_of_all(path: str, checkpoint: Checkpoint) -> bool:
+    """Whether a sidecar is the one of the whole folder or index that the checkpoint was asked for by."""
+    try:
+        own = sidecar_to_write(checkpoint)
+    except RequestError:
+        return False
+    return os.path.basename(own) == FOLDER_NAME and os.path.realpath(own) == os.path.realpath(path)
 
 
 def _folder_of(checkpoint: Checkpoint) -> str | None:
@@ -117,41 +126,38 @@ def read_sidecar(path: str) -> Sidecar:
         with open(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise DigestError(f"{clean(path)}: wanted a file of digests, found no regular file")
-            raw = file.read(LONGEST_SIDECAR + 1)
+            return decode(_bytes_of(file, path), path)
+    except MemoryError:
+        raise OutOfMemoryError(f"{clean(path)}: there is not enough memory for these digests") from None
     except OSError as error:
         if isinstance(error, IsADirectoryError):
             raise DigestError(
                 f"{clean(path)}: wanted a file of digests, found a folder; verify=True finds them by itself"
             ) from None
         raise refused(error, path, "read") from None
-    return decode(raw, path)
+
+
+def _bytes_of(file: BinaryIO, path: str) -> bytes:
+    """All bytes, in parts: one read of the most that may be would take all that memory for a small file."""
+    nbytes = os.fstat(file.fileno()).st_size
+    parts: list[bytes] = []
+    while nbytes <= LONGEST_SIDECAR and (part := file.read(_PART)):
+        parts.append(part)
+        nbytes = max(nbytes, sum(map(len, parts)))
+    if nbytes > LONGEST_SIDECAR:
+        raise DigestError(
+            f"{clean(path)}: {nbytes:,} bytes, and files of digests have {LONGEST_SIDECAR:,} at most: "
+            "this is none"
+        )
+    return b"".join(parts)
+
+
+def check_place(path: str, checkpoint: Checkpoint, option: str) -> None:
+    """Raises OptionError or MachineError where the digests of a checkpoint cannot or must not be written."""
+    check_output(path, _DIGESTS, option, ((shard.device, shard.inode) for shard in checkpoint.shards))
 
 
 def write_sidecar(path: str, sidecar: Sidecar) -> None:
-    """Writes digests; a file of that name is replaced once all is on disk, or stays as it is. ReadError."""
-    folder, name = os.path.split(path)
-    try:
-        fd, unfinished = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=folder or ".")
-        try:
-            with open(fd, "wb") as file:
-                file.write(encode(sidecar))
-                file.flush()
-                # mkstemp makes files for the owner alone; digests are as readable as anything one writes.
-                os.fchmod(fd, 0o666 & ~_umask())
-                os.fsync(fd)
-            os.replace(unfinished, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(unfinished)
-            raise
-    except OSError as error:
-        raise refused(error, path, "written") from None
-
-
-def _umask() -> int:
-    """The process's mask, from proc(5): asking os.umask() would change it for other threads meanwhile."""
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-            return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
-    except (OSError, StopIteration):
-        return 0o077
+    """Writes digests; what is there is replaced once all is on disk, or stays as it is. MachineError."""
+    with write_output(path, "the file of digests") as file:
+        file.write(encode(sidecar))

@@ -156,16 +156,16 @@ def _found(given: list[tuple[str, torch.Tensor, int]], checkpoint: Checkpoint) -
         dtype is like
         and size == shape
         and dense
-        and not negated
-        and not (like.is_complex and tensor.is_conj())
-        for tensor, dtype, like, size, shape, dense, negated in zip(
+        and not (doubt and tensor.is_neg())
+        and not (dtype.is_complex and tensor.is_conj())
+        for tensor, dtype, like, size, shape, dense, doubt in zip(
             tensors,
             map(_DTYPE, tensors),
             wanted,
             map(_SHAPE, tensors),
             shapes,
             map(torch.Tensor.is_contiguous, tensors),
-            map(torch.Tensor.is_neg, tensors),
+            _may_be_negated(tensors),
             strict=True,
         )
     ]
