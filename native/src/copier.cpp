@@ -2,6 +2,8 @@
 
 #include "mutants.hpp"
 
+#include <algorithm>
+
 namespace tl {
 
 Copier::~Copier() {
@@ -54,15 +56,34 @@ Failure Copier::make_consumer_wait(Stream consumer) {
     return driver_->stream_wait(consumer, fence_);
 }
 
+// One copy for each allocation: destinations of load_into that follow each other may lie in several, and a driver refuses
+// a copy from one into the next (CUDA_ERROR_INVALID_VALUE). Asked each time: another thread may free and allocate.
+Failure Copier::copy_by_allocation(uint64_t destination, const char *source, uint64_t nbytes,
+                                   uint64_t *copies) {
+    while (nbytes > 0) {
+        uint64_t begin = 0, there = 0, part = nbytes;
+        // Where the driver does not know, the copy decides.
+        if (!driver_->address_range(destination, &begin, &there) && begin <= destination &&
+            destination - begin < there) {
+            part = std::min(nbytes, there - (destination - begin));
+        }
+        if (Failure f = driver_->copy_to_device(destination, source, part, stream_)) return f;
+        ++*copies;
+        destination += part;
+        source += part;
+        nbytes -= part;
+    }
+    return {};
+}
+
 Failure Copier::issue(const Slot &slot, const char *base, uint64_t *copies) {
     const Event event = events_[slot.place];
     const uint64_t begin = now_ns();
     std::lock_guard<std::mutex> lock(mutex_);
     for (const Copy &copy : slot.copies) {
-        if (Failure f = driver_->copy_to_device(copy.destination, base + copy.where, copy.nbytes, stream_))
+        if (Failure f = copy_by_allocation(copy.destination, base + copy.where, copy.nbytes, copies))
             return f;
     }
-    *copies = slot.copies.size();
     if (Failure f = driver_->event_record(event, stream_)) return f;
     issued_.push_back({slot.index, event, begin});
     issued_cv_.notify_one();

@@ -55,6 +55,7 @@ private:
         uint64_t begin_ns;
     };
     void wait_for_copies();
+    Failure copy_by_allocation(uint64_t destination, const char *source, uint64_t nbytes, uint64_t *copies);
 
     Driver *driver_;
     const uint64_t slots_;

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +96,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     nothing = contextlib.nullcontext
     stream = type("Stream", (), {"cuda_stream": 77})()
     pretended: dict[str, Any] = {
+        "is_current_stream_capturing": lambda: False,
         "device": lambda index: nothing(),
         "synchronize": lambda: None,
         "get_allocator_backend": lambda: "native",
@@ -231,3 +234,20 @@ def test_blocks_one_by_one_where_a_script_fails(stage: Stage, monkeypatch: pytes
     stage.fails = 9
     with pytest.raises(OutOfMemoryError, match="16 bytes on cuda:0 in 2 arenas could not be had"):
         memory.CudaMemory(0).allocate([8, 8])
+
+
+def test_a_pool_is_parked_where_another_one_is_active(stage: Stage) -> None:
+    # torch ends the process when a pool goes then.
+    stage.nested = True
+    cuda = memory.CudaMemory(0)
+    released(cuda.allocate([8]))
+    pool = weakref.ref(cuda._pool)
+    del cuda
+    gc.collect()
+    assert pool() is not None
+    stage.nested = False
+    alone = memory.CudaMemory(0)
+    released(alone.allocate([8]))
+    del alone
+    gc.collect()
+    assert pool() is None

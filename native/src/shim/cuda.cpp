@@ -32,6 +32,7 @@ public:
         library_.find(event_destroy_, "cuEventDestroy_v2");
         library_.find(event_record_, "cuEventRecord");
         library_.find(event_synchronize_, "cuEventSynchronize");
+        library_.find(range_, "cuMemGetAddressRange_v2");
         library_.find(copy_, "cuMemcpyHtoDAsync_v2");
         library_.find(error_name_, "cuGetErrorName");
     }
@@ -111,6 +112,9 @@ public:
     Failure event_synchronize(Event event) override {
         return check(event_synchronize_(event), "cuEventSynchronize");
     }
+    Failure address_range(uint64_t address, uint64_t *begin, uint64_t *nbytes) override {
+        return check(range_(begin, nbytes, address), "cuMemGetAddressRange");
+    }
     Failure copy_to_device(uint64_t destination, const void *source, uint64_t nbytes,
                            Stream stream) override {
         return check(copy_(destination, source, nbytes, stream), "cuMemcpyHtoDAsync");
@@ -148,6 +152,7 @@ private:
     int (*stream_create_)(Stream *, unsigned) = nullptr;
     int (*stream_destroy_)(Stream) = nullptr;
     int (*stream_synchronize_)(Stream) = nullptr;
+    int (*range_)(uint64_t *, uint64_t *, uint64_t) = nullptr;
     int (*stream_wait_)(Stream, Event, unsigned) = nullptr;
     int (*event_create_)(Event *, unsigned) = nullptr;
     int (*event_destroy_)(Event) = nullptr;

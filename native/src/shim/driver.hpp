@@ -36,6 +36,8 @@ public:
     virtual Failure event_record(Event event, Stream stream) = 0;
     virtual Failure event_synchronize(Event event) = 0;
 
+    // The allocation that an address of the device lies in.
+    virtual Failure address_range(uint64_t address, uint64_t *begin, uint64_t *nbytes) = 0;
     virtual Failure copy_to_device(uint64_t destination, const void *source, uint64_t nbytes,
                                    Stream stream) = 0;
 };

@@ -25,6 +25,7 @@ public:
         library_.find(event_destroy_, "hipEventDestroy");
         library_.find(event_record_, "hipEventRecord");
         library_.find(event_synchronize_, "hipEventSynchronize");
+        library_.find(range_, "hipMemGetAddressRange");
         library_.find(copy_, "hipMemcpyHtoDAsync");
         library_.find(error_name_, "hipGetErrorName");
     }
@@ -86,6 +87,9 @@ public:
     Failure event_synchronize(Event event) override {
         return check(event_synchronize_(event), "hipEventSynchronize");
     }
+    Failure address_range(uint64_t address, uint64_t *begin, uint64_t *nbytes) override {
+        return check(range_(begin, nbytes, address), "hipMemGetAddressRange");
+    }
     Failure copy_to_device(uint64_t destination, const void *source, uint64_t nbytes,
                            Stream stream) override {
         return check(copy_(reinterpret_cast<void *>(destination), const_cast<void *>(source), nbytes, stream),
@@ -118,6 +122,7 @@ private:
     int (*event_destroy_)(Event) = nullptr;
     int (*event_record_)(Event, Stream) = nullptr;
     int (*event_synchronize_)(Event) = nullptr;
+    int (*range_)(uint64_t *, uint64_t *, uint64_t) = nullptr;
     int (*copy_)(void *, void *, size_t, Stream) = nullptr;
     const char *(*error_name_)(int) = nullptr;
 };

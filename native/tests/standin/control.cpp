@@ -66,6 +66,7 @@ STANDIN_API void standin_reset(void) {
         s.blocking_streams = 0;
         s.jitter_us = 0;
         s.delay_us = 0;
+        s.allocation_bytes = 0;
         s.unpinned_copies = 0;
         s.lost_copies = 0;
     }
@@ -86,6 +87,10 @@ STANDIN_API void standin_set_devices(int32_t count) {
 
 STANDIN_API void standin_set_copy_delay_us(uint64_t us) {
     state().delay_us = us;
+}
+
+STANDIN_API void standin_set_allocation_bytes(uint64_t nbytes) {
+    state().allocation_bytes = nbytes;
 }
 
 STANDIN_API void standin_set_copy_jitter_us(uint64_t jitter_us, uint64_t seed) {

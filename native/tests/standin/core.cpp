@@ -274,6 +274,13 @@ int event_query(std::uint64_t event) {
     return !latch || latch->is_open() ? kSuccess : kNotReady;
 }
 
+int address_range(std::uint64_t address, std::uint64_t *begin, std::uint64_t *nbytes) {
+    const std::uint64_t one = state().allocation_bytes;
+    *begin = one == 0 ? 0 : address / one * one;
+    *nbytes = one == 0 ? std::uint64_t{1} << 63 : one;
+    return kSuccess;
+}
+
 int copy_to_device(std::uint64_t destination, const void *source, std::size_t nbytes, std::uint64_t stream) {
     auto target = find_stream(stream);
     if (!target) {
@@ -283,6 +290,10 @@ int copy_to_device(std::uint64_t destination, const void *source, std::size_t nb
         return kInvalidValue;
     }
     State &s = state();
+    const std::uint64_t one = s.allocation_bytes;
+    if (one != 0 && destination / one != (destination + nbytes - 1) / one) {
+        return kInvalidValue;
+    }
     const std::uint64_t delay_us = delay_of_a_copy();
     bool pinned;
     {

@@ -41,6 +41,7 @@ int event_destroy(std::uint64_t event);
 int event_record(std::uint64_t event, std::uint64_t stream);
 int event_synchronize(std::uint64_t event);
 int event_query(std::uint64_t event);
+int address_range(std::uint64_t address, std::uint64_t *begin, std::uint64_t *nbytes);
 int copy_to_device(std::uint64_t destination, const void *source, std::size_t nbytes, std::uint64_t stream);
 int copy_on_device(std::uint64_t destination, std::uint64_t source, std::size_t nbytes, std::uint64_t stream);
 

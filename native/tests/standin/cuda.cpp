@@ -47,6 +47,7 @@ const char *const standin::kEntries[] = {"cuInit",
                                          "cuEventRecord",
                                          "cuEventSynchronize",
                                          "cuEventQuery",
+                                         "cuMemGetAddressRange_v2",
                                          "cuMemcpyHtoDAsync_v2",
                                          "cuMemcpyDtoDAsync_v2",
                                          nullptr};
@@ -173,6 +174,12 @@ STANDIN_ENTRY int cuEventQuery(std::uint64_t event) {
     STANDIN_ENTER(cuEventQuery);
     NEED_CONTEXT();
     return event_query(event);
+}
+
+STANDIN_ENTRY int cuMemGetAddressRange_v2(std::uint64_t *begin, std::size_t *nbytes, std::uint64_t address) {
+    STANDIN_ENTER(cuMemGetAddressRange_v2);
+    NEED_CONTEXT();
+    return address_range(address, begin, nbytes);
 }
 
 STANDIN_ENTRY int cuMemcpyHtoDAsync_v2(std::uint64_t destination, const void *source, std::size_t nbytes,

@@ -33,6 +33,7 @@ const char *const standin::kEntries[] = {"hipInit",
                                          "hipEventRecord",
                                          "hipEventSynchronize",
                                          "hipEventQuery",
+                                         "hipMemGetAddressRange",
                                          "hipMemcpyHtoDAsync",
                                          "hipMemcpyDtoDAsync",
                                          nullptr};
@@ -112,6 +113,11 @@ STANDIN_ENTRY int hipEventSynchronize(std::uint64_t event) {
 STANDIN_ENTRY int hipEventQuery(std::uint64_t event) {
     HIP_ENTER(hipEventQuery);
     return event_query(event);
+}
+
+STANDIN_ENTRY int hipMemGetAddressRange(std::uint64_t *begin, std::size_t *nbytes, std::uint64_t address) {
+    HIP_ENTER(hipMemGetAddressRange);
+    return address_range(address, begin, nbytes);
 }
 
 STANDIN_ENTRY int hipMemcpyHtoDAsync(std::uint64_t destination, const void *source, std::size_t nbytes,

@@ -28,6 +28,8 @@ void standin_set_devices(int32_t count);
 
 /* Each copy to the device starts us microseconds after its turn, plus a random part below jitter_us. */
 void standin_set_copy_delay_us(uint64_t us);
+/* The device's memory is made of allocations of so many bytes, at multiples of it (0: of one); a copy must not cross. */
+void standin_set_allocation_bytes(uint64_t nbytes);
 void standin_set_copy_jitter_us(uint64_t jitter_us, uint64_t seed);
 
 /* The nth call from now on (1 is the next) of an entry point answers code; -n means the nth and all after it. What frees

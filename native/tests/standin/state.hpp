@@ -42,6 +42,8 @@ struct State {
     std::uint64_t jitter_us = 0;
 
     std::atomic<std::uint64_t> delay_us{0};
+    std::atomic<std::uint64_t> allocation_bytes{
+        0};  // of each allocation, at multiples of itself; 0: all is one
     std::atomic<std::uint64_t> unpinned_copies{0};
     std::atomic<std::uint64_t> lost_copies{0};
 

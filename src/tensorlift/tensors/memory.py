@@ -151,14 +151,32 @@ class CudaMemory:
         with torch.cuda.device(index):
             # The engine needs the primary context of this device; torch makes it at the first synchronise.
             torch.cuda.synchronize()
-        if not private:
-            return
         backend = torch.cuda.get_allocator_backend()
-        if backend != "native" or not hasattr(torch.cuda, "MemPool"):
+        self._private = private and backend == "native" and hasattr(torch.cuda, "MemPool")
+        if private and not self._private:
             _log.warning("no private memory pool (allocator %s): tensors come from torch's own", backend)
+
+    def __del__(self) -> None:
+        """Lets go of the pool, or parks it where its end would be that of the process."""
+        pool = getattr(self, "_pool", None)
+        if pool is None:
+            return
+        try:
+            alone = self._is_alone(pool)
+        except Exception:  # noqa: BLE001 - the interpreter is ending, or the device answers no more
+            alone = False
+        if alone:
+            _parked.clear()
         else:
-            with torch.cuda.device(index):
-                self._pool = torch.cuda.MemPool()
+            _parked.append(pool)
+
+    def _is_alone(self, pool: torch.cuda.MemPool) -> bool:
+        """Whether this thread allocates from the pool if asked to: then no other one is active in it."""
+        if self._outside or torch.cuda.is_current_stream_capturing():
+            return False
+        with torch.cuda.use_mem_pool(pool, device=self.device):
+            probe = torch.empty(1, dtype=torch.uint8, device=self.device)
+        return self._holds(probe.data_ptr())
 
     def allocate(self, sizes: Sequence[int]) -> list[Arena]:
         """See Memory."""
@@ -196,8 +214,11 @@ class CudaMemory:
         return int(free) + max(int(kept), 0)
 
     def _blocks(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        if self._pool is None:
+        if not self._private:
             return self._empty(sizes)
+        if self._pool is None:
+            with torch.cuda.device(self.device):
+                self._pool = torch.cuda.MemPool()
         if not self._outside:
             with torch.cuda.use_mem_pool(self._pool, device=self.device):
                 blocks = self._empty(sizes)
@@ -281,6 +302,11 @@ def record_stream(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
     if not abi.library().arena_record_stream(tensor.untyped_storage().data_ptr(), stream.cuda_stream):
         tensor.record_stream(stream)
 
+
+# Pools of loads that ended inside somebody else's use_mem_pool, or while a graph was captured: when a pool
+# goes, torch empties its cache, which it may not do then, and the process aborts (torch 2.11:
+# "captures_underway.empty()"). They go with the next pool that may.
+_parked: list[torch.cuda.MemPool] = []
 
 _EMPTIES = """
 def empties(sizes: List[int], device: Device) -> List[Tensor]:
