@@ -55,6 +55,7 @@ class Stage:
         self.fails = 0
         self.emptied = 0
         self.nested = False
+        self.released: list[tuple[int, str]] = []
         self.threads: list[int] = []
 
     @contextlib.contextmanager
@@ -90,6 +91,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage.real_empty = torch.empty  # type: ignore[attr-defined]
 
     class Pool:
+        id = "pool"
+
         def snapshot(self) -> list[dict[str, int]]:
             return [{"address": address, "total_size": 1} for address in stage.in_pool]
 
@@ -114,6 +117,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     }
     for name, value in pretended.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: stage.released.append(of), raising=False)
     monkeypatch.setattr(memory.torch, "empty", stage.empty)
     monkeypatch.setattr(
         memory, "_empties", lambda sizes, device: [stage.empty(n, torch.uint8, device) for n in sizes]
@@ -236,18 +240,18 @@ def test_blocks_one_by_one_where_a_script_fails(stage: Stage, monkeypatch: pytes
         memory.CudaMemory(0).allocate([8, 8])
 
 
-def test_a_pool_is_parked_where_another_one_is_active(stage: Stage) -> None:
-    # torch ends the process when a pool goes then.
-    stage.nested = True
+def test_a_pool_is_released_and_never_ends(stage: Stage) -> None:
+    # The end of a MemPool inside another one's use_mem_pool would be that of the process.
     cuda = memory.CudaMemory(0)
     released(cuda.allocate([8]))
     pool = weakref.ref(cuda._pool)
     del cuda
     gc.collect()
     assert pool() is not None
-    stage.nested = False
-    alone = memory.CudaMemory(0)
-    released(alone.allocate([8]))
-    del alone
+    assert stage.released == [(0, "pool")]
+
+
+def test_without_an_allocation_there_is_no_pool(stage: Stage) -> None:
+    memory.CudaMemory(0)
     gc.collect()
-    assert pool() is None
+    assert stage.released == []

@@ -364,6 +364,11 @@ class Abi:
         return capsules
 
 
+def keep_for_ever(thing: object) -> None:
+    """Has an object never end, not even with the interpreter."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 _pread = ctypes.CDLL(None, use_errno=True).pread64
 _pread.restype = ctypes.c_ssize_t
 _pread.argtypes = [ctypes.c_int, _ptr, ctypes.c_size_t, ctypes.c_int64]

@@ -7,6 +7,7 @@ place.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -157,26 +158,16 @@ class CudaMemory:
             _log.warning("no private memory pool (allocator %s): tensors come from torch's own", backend)
 
     def __del__(self) -> None:
-        """Lets go of the pool, or parks it where its end would be that of the process."""
-        pool = getattr(self, "_pool", None)
-        if pool is None:
-            return
-        try:
-            alone = self._is_alone(pool)
-        except Exception:  # noqa: BLE001 - the interpreter is ending, or the device answers no more
-            alone = False
-        if alone:
-            _parked.clear()
-        else:
-            _parked.append(pool)
+        """Lets go of the pool: what is free in it, or will be, goes with the next torch.cuda.empty_cache().
 
-    def _is_alone(self, pool: torch.cuda.MemPool) -> bool:
-        """Whether this thread allocates from the pool if asked to: then no other one is active in it."""
-        if self._outside or torch.cuda.is_current_stream_capturing():
-            return False
-        with torch.cuda.use_mem_pool(pool, device=self.device):
-            probe = torch.empty(1, dtype=torch.uint8, device=self.device)
-        return self._holds(probe.data_ptr())
+        Not by the end of the MemPool, which empties its cache at once: inside anybody's use_mem_pool, or
+        while a graph is captured, torch (2.11) ends the process then ("captures_underway.empty()").
+        """
+        pool = getattr(self, "_pool", None)
+        if pool is not None:
+            abi.keep_for_ever(pool)
+            with contextlib.suppress(Exception):  # the interpreter is ending
+                torch._C._cuda_releasePool(self.native_index, pool.id)
 
     def allocate(self, sizes: Sequence[int]) -> list[Arena]:
         """See Memory."""
@@ -302,11 +293,6 @@ def record_stream(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
     if not abi.library().arena_record_stream(tensor.untyped_storage().data_ptr(), stream.cuda_stream):
         tensor.record_stream(stream)
 
-
-# Pools of loads that ended inside somebody else's use_mem_pool, or while a graph was captured: when a pool
-# goes, torch empties its cache, which it may not do then, and the process aborts (torch 2.11:
-# "captures_underway.empty()"). They go with the next pool that may.
-_parked: list[torch.cuda.MemPool] = []
 
 _EMPTIES = """
 def empties(sizes: List[int], device: Device) -> List[Tensor]:
