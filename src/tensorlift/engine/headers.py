@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
 from tensorlift.engine import abi
+from tensorlift.errors import LibraryError
 from tensorlift.format.dtypes import ALL
 from tensorlift.format.entries import Scanned
 
@@ -21,15 +24,16 @@ class HeaderScan:
         self.raw = raw
         self._facts = facts = np.zeros(3, np.uint64)
         begin = facts.ctypes.data
-        self._library = abi.library()
-        self._handle = self._library.call["tl_header_scan"](
-            raw, len(raw), _CODES, begin, begin + 8, begin + 16
-        )
+        self._handle = None
+        # Without the library nothing is loaded, but headers can be shown.
+        with contextlib.suppress(LibraryError):
+            self._call = abi.library().call
+            self._handle = self._call["tl_header_scan"](raw, len(raw), _CODES, begin, begin + 8, begin + 16)
 
     def __del__(self) -> None:
         handle, self._handle = getattr(self, "_handle", None), None
         if handle:
-            self._library.call["tl_header_free"](handle)
+            self._call["tl_header_free"](handle)
 
     def result(self) -> Scanned | None:
         """The tensors in the order of the text; None where it is not plain."""
@@ -40,7 +44,7 @@ class HeaderScan:
         begins, ends, elements = (np.empty(count, np.int64) for _ in range(3))
         pointers = [column.ctypes.data for column in (dtypes, begins, ends, elements)]
         try:
-            names, shapes = self._library.call["tl_header_lists"](self._handle, *pointers)
+            names, shapes = self._call["tl_header_lists"](self._handle, *pointers)
         except UnicodeDecodeError:
             return None
         return Scanned(names, dtypes, shapes, begins, ends, elements, self.raw[begin:end] if end else None)
