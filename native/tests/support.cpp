@@ -12,15 +12,6 @@
 #include <fstream>
 #include <thread>
 
-#ifdef __SANITIZE_THREAD__
-// liburing maps its rings by system calls of its own, which the sanitizer does not see: where such a map takes the place
-// of an older one (that of a file, unmapped long ago), it reports a race with the making of that one.
-extern "C" const char *__tsan_default_suppressions();
-extern "C" const char *__tsan_default_suppressions() {
-    return "race:io_uring\n";
-}
-#endif
-
 Folder::Folder() {
     std::string pattern = "tl-test-XXXXXX";
     REQUIRE(mkdtemp(pattern.data()) != nullptr);
