@@ -242,6 +242,21 @@ def test_a_file_that_is_gone_is_missed_in_a_folder(tmp_path: Path, load: Callabl
             load(tmp_path, verify=True)
 
 
+def test_a_file_that_is_gone_is_missed_by_digests_that_lie_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in "ab":
+        write_safetensors(folder / f"{name}.safetensors", {name: random_row("U8", [9])})
+    digest(folder)
+    elsewhere = tmp_path / "digests.json"
+    (folder / "tensorlift.digests.json").rename(elsewhere)
+    assert loading.load(folder, verify=elsewhere).stats.verified == 2
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(DigestError, match=r"b\.safetensors: is missing, with 1 tensor"):
+        loading.load(folder, verify=elsewhere)
+    assert set(loading.load(folder / "a.safetensors", verify=elsewhere)) == {"a"}
+
+
 def test_another_size_of_a_file(written: Written) -> None:
     place = written.path / "tensorlift.digests.json"
     record = json.loads(place.read_text())

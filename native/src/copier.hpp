@@ -1,4 +1,4 @@
-// Moves filled slots to the device: one stream, one copy a slot, and one thread that waits for the copies so that no
+// Moves filled slots to the device: one stream, as few copies a slot as may be, and one thread that waits for the copies so that no
 // reading thread has to.
 #pragma once
 

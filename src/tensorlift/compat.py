@@ -60,7 +60,7 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
                 "(for another framework convert them, or use safetensors itself)"
             )
         self._options = LoadOptions.resolve(**options)
-        self._memory = memories.for_device(device)
+        self._memory = memories.for_device(device, private=self._options.own != "tensor")
         self._checkpoint = sources.read_headers(sources.find(filename))
         rows = self._checkpoint.select()
         self._expected = sources.expected_digests(self._checkpoint, rows, self._options, whole=True)

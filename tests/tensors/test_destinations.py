@@ -80,5 +80,6 @@ def test_negated_views_are_copied_into(checkpoint: Checkpoint, inference: bool) 
         negated = torch.zeros(2, 4, dtype=torch.complex64).conj().imag
         negated = torch._neg_view(torch.zeros(2, 4)) if inference else negated
     assert negated.is_neg()
-    found = matched({"a": negated, "b": torch.zeros(2, 4)}, checkpoint)
-    assert (names(found.direct), names(found.copied)) == ("b", "a")
+    for one in (negated, negated.detach(), torch.nn.Parameter(negated.detach(), requires_grad=False)):
+        found = matched({"a": one, "b": torch.zeros(2, 4)}, checkpoint)
+        assert (names(found.direct), names(found.copied)) == ("b", "a")

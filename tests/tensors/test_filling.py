@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from support import standin
 from support.checkpoints import Row, random_row, write_safetensors
 from tensorlift import loading
-from tensorlift.errors import TensorliftError
+from tensorlift.errors import RequestError, TensorliftError
 from tensorlift.tensors import memory as memory_module
 
 MIB = 1 << 20
@@ -84,3 +86,14 @@ def test_a_copy_that_fails_leaves_nothing(
     device.driver.fail(b"cuMemcpyHtoDAsync_v2", 2, 700)
     with pytest.raises(TensorliftError, match="700"):
         loading.load_into(into, path, slot_size="64KiB", chunk_size="64KiB")
+
+
+def test_a_read_only_map_of_another_dtype_is_refused(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", {"t": random_row("I8", [100_000])})
+    (tmp_path / "there").write_bytes(bytes(100_000))
+    array = np.memmap(tmp_path / "there", np.uint8, "r")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it should not be written to
+        state = {"t": torch.from_numpy(array)}
+    with pytest.raises(RequestError, match="the memory of 't' cannot be written"):
+        loading.load_into(state, path)

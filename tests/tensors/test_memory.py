@@ -15,7 +15,7 @@ import torch
 
 from tensorlift.engine import abi, machine
 from tensorlift.errors import OutOfMemoryError
-from tensorlift.tensors import memory
+from tensorlift.tensors import memory, scripts
 
 
 def test_the_host() -> None:
@@ -121,7 +121,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: stage.released.append(of), raising=False)
     monkeypatch.setattr(memory.torch, "empty", stage.empty)
     monkeypatch.setattr(
-        memory, "_empties", lambda sizes, device: [stage.empty(n, torch.uint8, device) for n in sizes]
+        scripts, "empties", lambda sizes, device: [stage.empty(n, torch.uint8, device) for n in sizes]
     )
     return stage
 
@@ -223,16 +223,11 @@ def test_more_than_the_machine_has_is_refused_though_each_block_would_be_promise
     assert abi.library().arena_live() == before
 
 
-def test_several_blocks_in_one_call() -> None:
-    blocks = memory._empties([3, 1 << 20], torch.device("cpu"))
-    assert [(tuple(b.shape), b.dtype) for b in blocks] == [((3,), torch.uint8), ((1 << 20,), torch.uint8)]
-
-
 def test_blocks_one_by_one_where_a_script_fails(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(sizes: object, device: object) -> None:
         raise RuntimeError("The following operation failed in the TorchScript interpreter")
 
-    monkeypatch.setattr(memory, "_empties", fail)
+    monkeypatch.setattr(scripts, "empties", fail)
     arenas = memory.CudaMemory(0).allocate([8, 8])
     assert [arena.nbytes for arena in arenas] == [8, 8]
     released(arenas)

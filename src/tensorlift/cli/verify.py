@@ -36,7 +36,9 @@ def command(
     path = find_sidecar(checkpoint) if digests is None else digests
     expected = read_sidecar(path)
     made = make(checkpoint)
-    found = differences(expected, made.sidecar, Scope.of(expected, checkpoint, is_of_all(path, checkpoint)))
+    found = differences(
+        expected, made.sidecar, Scope.of(expected, checkpoint, is_of_all(path, expected, checkpoint))
+    )
     if as_json:
         listed = [dataclasses.asdict(one) for one in found]
         print(json.dumps({"digests": path, **made.facts, "differences": listed}, indent=2))

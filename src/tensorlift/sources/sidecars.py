@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tensorlift.errors import DigestError, OutOfMemoryError, RequestError
 from tensorlift.format.checkpoint import Checkpoint
-from tensorlift.format.comparing import expect, expect_given
+from tensorlift.format.comparing import Scope, expect, expect_given
 from tensorlift.format.digests import LONGEST_SIDECAR, Expected, Sidecar, decode, encode
 from tensorlift.format.listing import INDEX_SUFFIX
 from tensorlift.format.quoting import clean
@@ -55,17 +55,24 @@ def expected_digests(
     if isinstance(verify, Mapping):
         return expect_given(verify, checkpoint)
     path = find_sidecar(checkpoint) if verify is True else verify
-    sidecar, all_files = read_sidecar(path), is_of_all(path, checkpoint)
+    sidecar = read_sidecar(path)
+    all_files = is_of_all(path, sidecar, checkpoint)
     return expect(sidecar, checkpoint, rows.tolist(), path, whole=whole, all_files=all_files)
 
 
-def is_of_all(path: str, checkpoint: Checkpoint) -> bool:
-    """Whether a sidecar is the one of the whole folder or index that the checkpoint was asked for by."""
+def is_of_all(path: str, sidecar: Sidecar, checkpoint: Checkpoint) -> bool:
+    """Whether all files of a sidecar have to be there: a folder or an index was asked for, and the sidecar is
+    its own, or lies elsewhere and knows one of its files.
+    """
     try:
         own = sidecar_to_write(checkpoint)
     except RequestError:
         return False
-    return os.path.basename(own) == FOLDER_NAME and os.path.realpath(own) == os.path.realpath(path)
+    if os.path.basename(own) != FOLDER_NAME:
+        return False
+    if os.path.realpath(own) == os.path.realpath(path):
+        return True
+    return bool(Scope.of(sidecar, checkpoint, all_files=False).present)
 
 
 def _folder_of(checkpoint: Checkpoint) -> str | None:

@@ -33,12 +33,10 @@ from tensorlift.plan.extents import Extents, overlapping
 from tensorlift.tensors.devices import check_kind
 from tensorlift.tensors.views import torch_dtype, torch_shape
 
-__all__ = ["Match", "Target", "match", "tensors_of"]
+__all__ = ["Match", "Target", "match", "reach", "tensors_of"]
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
-_LAYOUT, _DEVICE, _DTYPE, _SHAPE, _VERSION, _BASE = map(
-    attrgetter, ("layout", "device", "dtype", "shape", "_version", "_base")
-)
+_LAYOUT, _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("layout", "device", "dtype", "shape"))
 _PACKED = frozenset(dtype.id for dtype in dtypes.ALL if dtype.elements > 1)
 
 
@@ -156,16 +154,17 @@ def _found(given: list[tuple[str, torch.Tensor, int]], checkpoint: Checkpoint) -
         dtype is like
         and size == shape
         and dense
-        and not (doubt and tensor.is_neg())
+        and not negated
         and not (dtype.is_complex and tensor.is_conj())
-        for tensor, dtype, like, size, shape, dense, doubt in zip(
+        for tensor, dtype, like, size, shape, dense, negated in zip(
             tensors,
             map(_DTYPE, tensors),
             wanted,
             map(_SHAPE, tensors),
             shapes,
             map(torch.Tensor.is_contiguous, tensors),
-            _may_be_negated(tensors),
+            # Gives the GIL away; nothing else says it for detached views and inference tensors.
+            map(torch.Tensor.is_neg, tensors),
             strict=True,
         )
     ]
@@ -174,19 +173,6 @@ def _found(given: list[tuple[str, torch.Tensor, int]], checkpoint: Checkpoint) -
     for at in [at for at, fit in enumerate(fits) if not fit]:
         found[at] = _target(names[at], tensors[at], rows[at], wanted[at], shapes[at])
     return found
-
-
-def _may_be_negated(tensors: list[torch.Tensor]) -> list[bool]:
-    """Which of them may have the flag that is_neg() tells of, as only views have it.
-
-    is_neg() itself gives the GIL away: with a busy thread beside, 10,000 calls took seconds.
-    """
-    try:
-        list(map(_VERSION, tensors))
-    except RuntimeError:
-        # Inference tensors, which have no version, do not know of what they are views.
-        return [True] * len(tensors)
-    return [base is not None for base in map(_BASE, tensors)]
 
 
 def _target(
@@ -254,7 +240,7 @@ def _crossing(targets: list[Target], checkpoint: Checkpoint) -> npt.NDArray[np.b
     lengths = checkpoint.sizes[np.array([target.row for target in targets], np.int64)]
     for at, target in enumerate(targets):
         if not target.fits:
-            lengths[at] = _reach(target)
+            lengths[at] = reach(target)
     stops = starts + lengths
     crosses = overlapping(Extents(starts, stops))
     # Those of two devices may have the same addresses.
@@ -266,13 +252,13 @@ def _crossing(targets: list[Target], checkpoint: Checkpoint) -> npt.NDArray[np.b
     return crosses
 
 
-def _reach(target: Target) -> int:
+def reach(target: Target) -> int:
     """Bytes from the first of a strided tensor to its last; 0 where it is not plain."""
     tensor = target.tensor
     if not target.plain or tensor.numel() == 0:
         return 0
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def _check_usable(name: str, tensor: torch.Tensor) -> None:

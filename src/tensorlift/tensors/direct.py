@@ -24,7 +24,7 @@ from tensorlift.tensors.destinations import Target
 from tensorlift.tensors.memory import Memory
 from tensorlift.tensors.running import Running, Tick
 
-__all__ = ["Direct"]
+__all__ = ["Direct", "check_writable"]
 
 # Tensors that are submitted together: 2 ms of Python, which only the first ones wait for.
 _TOGETHER = 1024
@@ -63,7 +63,7 @@ class Direct(Running):
         files, sizes = checkpoint.shard_of[rows], checkpoint.sizes[rows]
         self._nbytes, self._tensors, self._shards = int(sizes.sum()), len(rows), len(np.unique(files))
         if self.memory.native_kind == 0:
-            _check_writable(addresses, sizes, ordered)
+            check_writable(addresses, sizes, ordered)
         if expected is not None:
             self._checks = Checks(self._engine, checkpoint, rows, expected)
         self._planned = _Planned(
@@ -131,7 +131,7 @@ def _check_inside(
         raise RequestError(f"the memory of {quote(name)} was replaced while it was about to be loaded into")
 
 
-def _check_writable(
+def check_writable(
     addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.int64], targets: Sequence[Target]
 ) -> None:
     """Whether each destination may be written: a read-only map would end the process, not the load."""

@@ -19,8 +19,8 @@ from tensorlift.options import LoadOptions
 from tensorlift.progress import Report, reporter
 from tensorlift.stats import LoadStats, merged
 from tensorlift.tensors import memory as memories
-from tensorlift.tensors.destinations import Match, Target, match, tensors_of
-from tensorlift.tensors.direct import Direct
+from tensorlift.tensors.destinations import Match, Target, match, reach, tensors_of
+from tensorlift.tensors.direct import Direct, check_writable
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 from tensorlift.tensors.views import check_expressible, collector_paused
 
@@ -75,6 +75,7 @@ def fill(
                 _check_names(found, checkpoint)
             used = np.sort(np.array([target.row for target in found.targets], np.int64))
             check_expressible(checkpoint, used)
+            _check_others(found)
             targets = _by_device(found.direct)
             for device in directs.keys() - targets.keys():
                 directs.pop(device).close()
@@ -83,9 +84,11 @@ def fill(
         report = stack.enter_context(reporter(options.progress))
         progress = _Progress(report, int(checkpoint.sizes[used].sum()), [*directs.values()])
         with clock.phase("submit"):
-            for direct in directs.values():
-                direct.start()
-            _bump_versions(found.direct)
+            try:
+                for direct in directs.values():
+                    direct.start()
+            finally:
+                _bump_versions(found.direct)
         with clock.phase("read"):
             for direct in directs.values():
                 direct.wait(progress.tick)
@@ -97,6 +100,16 @@ def fill(
     parts = [direct.stats() for direct in directs.values()] + [transfer.stats() for transfer in copied]
     stats = merged(parts, seconds=dict(clock.seconds), files=len(np.unique(checkpoint.shard_of[used])))
     return Filled(found.missing, found.unexpected, stats)
+
+
+def _check_others(found: Match) -> None:
+    """As Direct does for what is written in place: a copy into a read-only map would end the process."""
+    others = [
+        target for target in (*found.copied, *found.ordered) if target.plain and target.device.type == "cpu"
+    ]
+    if others:
+        addresses = np.array([target.address for target in others], np.uint64)
+        check_writable(addresses, np.array([reach(target) for target in others], np.int64), others)
 
 
 def _make_engines(

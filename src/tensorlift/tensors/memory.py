@@ -8,7 +8,6 @@ place.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ import torch
 
 from tensorlift.engine import abi, machine
 from tensorlift.errors import OutOfMemoryError, RequestError
+from tensorlift.tensors import scripts
 from tensorlift.tensors.devices import parse_device
 
 __all__ = ["Arena", "CudaMemory", "HostMemory", "Memory", "check_no_capture", "for_device", "record_stream"]
@@ -226,7 +226,7 @@ class CudaMemory:
         with torch.inference_mode(False):
             if len(sizes) > 1:
                 try:
-                    return _empties(sizes, self.device)
+                    return scripts.empties(sizes, self.device)
                 except RuntimeError:  # a script's error has lost its kind
                     pass
             return [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in sizes]
@@ -292,28 +292,6 @@ def record_stream(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
     """
     if not abi.library().arena_record_stream(tensor.untyped_storage().data_ptr(), stream.cuda_stream):
         tensor.record_stream(stream)
-
-
-_EMPTIES = """
-def empties(sizes: List[int], device: Device) -> List[Tensor]:
-    made: List[Tensor] = []
-    for nbytes in sizes:
-        made.append(torch.empty([nbytes], dtype=torch.uint8, device=device))
-    return made
-"""
-
-
-@functools.cache
-def _script() -> torch.jit.CompilationUnit:
-    return torch.jit.CompilationUnit(_EMPTIES)
-
-
-def _empties(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """All in one call: torch.empty gives the GIL away, and with a busy thread beside each one took 5 ms."""
-    # Not optimised: that would take 50 ms at the first call.
-    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-        made: list[torch.Tensor] = _script().empties(list(sizes), device)
-        return made
 
 
 def _pci_address(index: int) -> str | None:
