@@ -108,12 +108,9 @@ def match(
     found = _found(
         [(name, tensor, row_of[name]) for name, tensor in tensors.items() if name in row_of], checkpoint
     )
-    few = len(found) < len(tensors)
-    lacking = (
-        [(name, tensor) for name, tensor in tensors.items() if name not in row_of and asked(name)]
-        if few
-        else []
-    )
+    lacking: list[tuple[str, torch.Tensor]] = []
+    if len(found) < len(tensors):
+        lacking = [(name, tensor) for name, tensor in tensors.items() if name not in row_of and asked(name)]
     _check_shapes(found, checkpoint)
     winners = _winners(found)
     result = Match(
@@ -134,7 +131,7 @@ def _found(given: list[tuple[str, torch.Tensor, int]], checkpoint: Checkpoint) -
     """The destinations as they are.
 
     There may be 100,000 of them, and nothing is read before the last is known: where all are ordinary
-    tensors, columns are made without a step of Python for each.
+    tensors, each of their attributes is a column made in one go.
     """
     if not given:
         return []

@@ -16,11 +16,12 @@ from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.format.digests import Expected
 from tensorlift.format.quoting import clean, quote
 from tensorlift.options import LoadOptions
-from tensorlift.progress import Report, reporter
+from tensorlift.progress import finished, reporter, ticker
 from tensorlift.stats import LoadStats, merged
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.destinations import Match, Target, match, reach, tensors_of
 from tensorlift.tensors.direct import Direct, check_writable
+from tensorlift.tensors.running import Tick
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 from tensorlift.tensors.views import check_expressible, collector_paused
 
@@ -82,7 +83,9 @@ def fill(
             for device, direct in directs.items():
                 direct.plan(checkpoint, targets[device], expected)
         report = stack.enter_context(reporter(options.progress))
-        progress = _Progress(report, int(checkpoint.sizes[used].sum()), [*directs.values()])
+        total = int(checkpoint.sizes[used].sum())
+        parts: list[Direct | Transfer] = [*directs.values()]
+        tick = ticker(report, lambda: sum(part.bytes_done() for part in parts), total)
         with clock.phase("submit"):
             try:
                 for direct in directs.values():
@@ -91,14 +94,17 @@ def fill(
                 _bump_versions(found.direct)
         with clock.phase("read"):
             for direct in directs.values():
-                direct.wait(progress.tick)
+                direct.wait(tick)
         if found.copied or found.ordered:
             for direct in directs.values():
                 direct.close()  # one ring at a time
-        copied = _copy_others(found, checkpoint, options, clock, expected, progress, stack)
-        progress.finish()
-    parts = [direct.stats() for direct in directs.values()] + [transfer.stats() for transfer in copied]
-    stats = merged(parts, seconds=dict(clock.seconds), files=len(np.unique(checkpoint.shard_of[used])))
+        _copy_others(found, Asked(checkpoint, rows, expected), options, clock, stack, parts, tick)
+        finished(report, total)
+    stats = merged(
+        [part.stats() for part in parts],
+        seconds=dict(clock.seconds),
+        files=len(np.unique(checkpoint.shard_of[used])),
+    )
     return Filled(found.missing, found.unexpected, stats)
 
 
@@ -131,28 +137,26 @@ def _make_engines(
 
 def _copy_others(
     found: Match,
-    checkpoint: Checkpoint,
+    asked: Asked,
     options: LoadOptions,
     clock: Clock,
-    expected: Expected | None,
-    progress: _Progress,
     stack: contextlib.ExitStack,
-) -> list[Transfer]:
-    """Fills what does not take bytes as they are; the transfers, which ``stack`` closes."""
-    copied: list[Transfer] = []
+    parts: list[Direct | Transfer],
+    tick: Tick | None,
+) -> None:
+    """Fills what does not take bytes as they are; its transfers join ``parts``, and ``stack`` closes them."""
     held: dict[str, torch.Tensor] = {}
     stack.callback(held.clear)
     ordered = {target.name for target in found.ordered}
     for device, some in _by_device([*found.copied, *found.ordered]).items():
         memory = memories.for_device(device)
-        copied.append(_copying(checkpoint, some, memory, options, clock, expected))
-        stack.callback(copied[-1].close)
-        progress.parts.append(copied[-1])
-        _copy_all(copied[-1], some, ordered, held, progress.tick)
+        transfer = _copying(asked.checkpoint, some, memory, options, clock, asked.expected)
+        stack.callback(transfer.close)
+        parts.append(transfer)
+        _copy_all(transfer, some, ordered, held, tick)
     with clock.phase("hand_out"):
         for target in found.ordered:
             _copy(target.tensor, held.pop(target.name))
-    return copied
 
 
 def _asked(names: Names, known: list[str]) -> Callable[[str], bool]:
@@ -214,7 +218,7 @@ def _copy_all(
     targets: list[Target],
     ordered: set[str],
     held: dict[str, torch.Tensor],
-    tick: Callable[[], object] | None,
+    tick: Tick | None,
 ) -> None:
     """Copies what comes into its destination, one batch ahead; what must keep an order goes to ``held``."""
     by_name = {target.name: target.tensor for target in targets}
@@ -246,21 +250,3 @@ def _bump_versions(targets: list[Target]) -> None:
         torch.autograd.graph.increment_version(changed)
     except RuntimeError:
         torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
-
-
-class _Progress:
-    """Sums what several engines have done."""
-
-    def __init__(self, report: Report | None, total: int, parts: list[Direct | Transfer]) -> None:
-        self._report, self._total, self.parts = report, total, parts
-
-    @property
-    def tick(self) -> Callable[[], object] | None:
-        report = self._report
-        if report is None:
-            return None
-        return lambda: report(min(sum(part.bytes_done() for part in self.parts), self._total), self._total)
-
-    def finish(self) -> None:
-        if self._report is not None:
-            self._report(self._total, self._total)
