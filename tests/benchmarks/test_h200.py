@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -14,22 +13,16 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from support.programs import program_of
 from tensorlift.bench.cases import nvfp4_moe
 from tensorlift.bench.ceilings import Ceilings
 from tensorlift.bench.device_bench import Cases, DeviceBench
 from tensorlift.bench.samples import Sampler
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("h200", ROOT / "benchmarks" / "h200.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program_of("benchmarks/h200.py")
 
 
 class Rival:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from support import child, leaks, standin
-from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
+from support.checkpoints import Written, random_row
 from support.digests import digests_of
 from tensorlift import loading
 from tensorlift.engine import abi
@@ -44,21 +44,6 @@ def cufile(device: standin.StandInMemory) -> Iterator[standin.Cufile]:
     gc.collect()
     found.assert_clean()
     found.reset()
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Written:
-    return random_checkpoint(tmp_path / "checkpoint", shards=3, tensors=25, seed=1, elements=60_000)
-
-
-@pytest.fixture
-def big(tmp_path: Path) -> Path:
-    return write_big(tmp_path / "big.safetensors")
-
-
-def write_big(path: Path) -> Path:
-    """16 tensors of 1 MiB: one arena each."""
-    return write_safetensors(path, {f"t{k}": random_row("U8", [MIB], k) for k in range(16)})
 
 
 def raw(tensor: torch.Tensor) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from support import leaks, standin
-from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
+from support.checkpoints import Written, random_row, write_safetensors
 from support.native_build import ROOT
 from tensorlift import loading
 from tensorlift.engine import abi
@@ -46,19 +46,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[standin.StandInMemory]:
     with standin.device(KINDS[request.param]) as made:
         yield made
         gc.collect()
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Written:
-    return random_checkpoint(tmp_path / "checkpoint", shards=3, tensors=25, seed=1, elements=60_000)
-
-
-@pytest.fixture
-def big(tmp_path: Path) -> Path:
-    """16 tensors of 1 MiB: one arena each."""
-    return write_safetensors(
-        tmp_path / "big.safetensors", {f"t{k}": random_row("U8", [MIB], k) for k in range(16)}
-    )
 
 
 def raw(tensor: torch.Tensor) -> bytes:
