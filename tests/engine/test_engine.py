@@ -152,8 +152,8 @@ def interrupted(call: Callable[[], object], at: int) -> bool:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal count
-        if frame.f_code.co_filename != engine_module.__file__:
-            return None
+        if frame.f_code.co_filename != engine_module.__file__ or frame.f_code.co_name == "__del__":
+            return None  # an older engine may be collected meanwhile, and what a __del__ raises goes nowhere
         frame.f_trace_opcodes = True
         if event == "opcode":
             count += 1
