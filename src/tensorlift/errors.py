@@ -13,6 +13,9 @@
     |  |- DriverError                   a call of the device's driver failed
     |  |- LibraryError                  the native library is missing, does not load or has another version
     |  '- OutOfMemoryError              host or device memory could not be had (also a MemoryError)
+    |- RanksError                       ranks that load together cannot go on
+    |  |- DisagreementError             they were asked for different things
+    |  '- PeerError                     another rank failed, left or is gone
     '- RequestError                     what was asked for cannot be done (also a ValueError)
        |- OptionError                   an unknown option or a value that does not fit
        |- DeviceError                   a device that is not there or not supported
@@ -31,6 +34,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "DeviceError",
     "DigestError",
+    "DisagreementError",
     "DriverError",
     "DtypeError",
     "FileError",
@@ -40,6 +44,8 @@ __all__ = [
     "MismatchError",
     "OptionError",
     "OutOfMemoryError",
+    "PeerError",
+    "RanksError",
     "ReadError",
     "RequestError",
     "TensorNotFoundError",
@@ -98,6 +104,27 @@ class LibraryError(MachineError, ImportError):
 
 class OutOfMemoryError(MachineError, MemoryError):
     """Host or device memory could not be had."""
+
+
+class RanksError(TensorliftError):
+    """Ranks that load one checkpoint together cannot go on."""
+
+
+class DisagreementError(RanksError):
+    """Ranks that load together have different files, or were asked for different things."""
+
+
+class PeerError(RanksError):
+    """Another rank failed, left or is gone; ``rank`` is its number in the world (-1: not known)."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        """``rank``: whose fault it is."""
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[PeerError], tuple[str, int]]:
+        """With the rank, which an exception's own pickle would lose."""
+        return type(self), (str(self), self.rank)
 
 
 class RequestError(TensorliftError, ValueError):

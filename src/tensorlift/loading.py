@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tensorlift import sources
+from tensorlift.distributed import Ranks, join
 from tensorlift.engine.trace import traced
 from tensorlift.errors import OptionError
 from tensorlift.format.checkpoint import Checkpoint, Names
@@ -35,7 +36,7 @@ from tensorlift.stats import LoadStats, timed
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.filling import Asked, Filled, fill
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
-from tensorlift.weights import Weights
+from tensorlift.weights import Weights, read_headers
 
 __all__ = ["LoadedState", "load", "load_into", "open"]
 
@@ -62,6 +63,7 @@ def load(
     *,
     names: Names = None,
     verify: Verify = None,
+    process_group: Any = None,
     **options: object,
 ) -> LoadedState:
     """Loads a checkpoint: a dict of tensors by name, in file order, every one owned.
@@ -73,6 +75,9 @@ def load(
     verify: compare each tensor with its digest: True takes what ``tensorlift digest`` wrote beside the files,
         a path names it (each loaded tensor has to be in it, with its dtype and shape); a mapping from names
         to 32 hexadecimal digits checks those tensors alone. None: ``TENSORLIFT_VERIFY``, else nothing.
+    process_group: the ranks that load this together: "world" (all, through a group of torch.distributed that
+        is made for this load), or a ProcessGroup that this rank is in. Each of them calls this, with the same
+        files; each gets what it asked for, or all raise (docs/ranks.md). None: this process alone.
     options: the fields of LoadOptions; an explicit value wins over ``TENSORLIFT_<NAME>``.
 
     The dict's ``stats`` is a LoadStats. On a device, the bytes are there for work on the current stream.
@@ -80,20 +85,24 @@ def load(
     behind then.
     """
     begin = time.perf_counter()
-    settings = LoadOptions.resolve(verify=verify, **options)
-    memory = memories.for_device(device, private=settings.own != "tensor")
-    with traced(settings.trace) as trace:
-        clock = Clock(trace)
-        with clock.phase("headers"):
-            found = sources.find(path)
-        # What names and digests mean shows only when all headers are there.
-        if names is None and settings.verify in (None, False) and len(found.files) > 1 and memory.native_kind:
-            state = _load_in_parts(found, memory, settings, clock)
-        else:
+    ranks, settings = join(process_group, lambda: LoadOptions.resolve(verify=verify, **options))
+    with ranks or contextlib.nullcontext():
+        memory = memories.for_device(device, private=settings.own != "tensor")
+        with traced(settings.trace) as trace:
+            clock = Clock(trace)
             with clock.phase("headers"):
-                checkpoint = sources.read_headers(found)
-            state = load_tensors(checkpoint, memory, settings, clock, names)
-    state.stats = timed(state.stats, time.perf_counter() - begin)
+                found = sources.find(path)
+            # What names and digests mean shows only when all headers are there.
+            plain = names is None and settings.verify in (None, False) and ranks is None
+            if plain and len(found.files) > 1 and memory.native_kind:
+                state = _load_in_parts(found, memory, settings, clock)
+            else:
+                checkpoint = read_headers(found, clock, ranks)
+                state = load_tensors(checkpoint, memory, settings, clock, names, ranks)
+        if ranks is not None:
+            ranks.complete = True
+    stats = state.stats if ranks is None else ranks.told(state.stats)
+    state.stats = timed(stats, time.perf_counter() - begin)
     return state
 
 
@@ -103,12 +112,15 @@ def load_tensors(
     settings: LoadOptions,
     clock: Clock,
     names: Names = None,
+    ranks: Ranks | None = None,
 ) -> LoadedState:
     """load() of a checkpoint whose headers are read; its ``stats`` lack the total."""
     rows = checkpoint.select(names)
     expected = sources.expected_digests(checkpoint, rows, settings, whole=names is None)
     rules = rules_of(budget_of(settings, memory), memory, uniform=False)
-    return _collected(Transfer.of(checkpoint, rows, memory, settings, rules, clock, expected), (), settings)
+    exchange = None if ranks is None else ranks.exchange(checkpoint, rows, memory, settings, rules.capacity)
+    transfer = Transfer.of(checkpoint, rows, memory, settings, rules, clock, expected, exchange)
+    return _collected(transfer, (), settings)
 
 
 def _load_in_parts(
@@ -161,6 +173,7 @@ def open(
     *,
     names: Names = None,
     verify: Verify = None,
+    process_group: Any = None,
     **options: object,
 ) -> Weights:
     """Opens a checkpoint for one pass over its tensors; arguments and errors as for load().
@@ -168,9 +181,18 @@ def open(
     Headers are read and checked here; data is read from the first step of the iteration on, ``buffer_size``
     bytes ahead of the consumer. With ``verify`` a tensor is right when it is handed out: DigestError comes
     before those that were read together with a wrong one.
+
+    With a process group the pass ends on all ranks together: whoever has all its tensors waits for the others,
+    and a rank that stops early has all the others raise PeerError.
     """
-    settings = LoadOptions.resolve(verify=verify, **options)
-    return Weights(path, memories.for_device(device, private=settings.own != "tensor"), names, settings)
+    ranks, settings = join(process_group, lambda: LoadOptions.resolve(verify=verify, **options))
+    with contextlib.ExitStack() as ending:
+        if ranks is not None:
+            ending.enter_context(ranks)
+        memory = memories.for_device(device, private=settings.own != "tensor")
+        weights = Weights(path, memory, names, settings, ranks)
+        ending.pop_all()
+    return weights
 
 
 def load_into(
@@ -180,6 +202,7 @@ def load_into(
     strict: bool = True,
     names: Names = None,
     verify: Verify = None,
+    process_group: Any = None,
     **options: object,
 ) -> Filled:
     """Reads a checkpoint straight into the parameters and buffers of a module, or into a dict of tensors.
@@ -192,6 +215,7 @@ def load_into(
         (ties satisfy it). With ``names``, only names that it selects count on either side.
     verify: as for load(); the bytes of the file are what is compared, before a dtype is converted. What is
         filled in place is in the parameters already when DigestError comes.
+    process_group: as for load(). What comes from other ranks is gathered beside the parameters, and copied.
 
     Returns ``missing_keys``, ``unexpected_keys`` and ``stats``. After an error that comes while bytes are
     read, the contents of the destinations are undefined. Autograd sees the change as an in-place one. Raises
@@ -200,21 +224,25 @@ def load_into(
     begin = time.perf_counter()
     if "device" in options:
         raise OptionError("load_into takes no device: bytes go to where the model is; move the model first")
-    settings = LoadOptions.resolve(verify=verify, **options)
+    ranks, settings = join(process_group, lambda: LoadOptions.resolve(verify=verify, **options))
     if names is not None and not (isinstance(names, (str, re.Pattern)) or callable(names)):
         names = list(names)
-    with traced(settings.trace) as trace:
-        clock = Clock(trace)
-        with clock.phase("headers"):
-            found = sources.find(path)
-
-        def ask() -> Asked:
+    with ranks or contextlib.nullcontext():
+        with traced(settings.trace) as trace:
+            clock = Clock(trace)
             with clock.phase("headers"):
-                checkpoint = sources.read_headers(found)
-            rows = checkpoint.select(names)
-            expected = sources.expected_digests(checkpoint, rows, settings, whole=names is None)
-            return Asked(checkpoint, rows, expected)
+                found = sources.find(path)
 
-        nbytes = sources.file_bytes(found) if names is None else None
-        filled = fill(model, ask, names, strict, settings, clock, nbytes)
-    return dataclasses.replace(filled, stats=timed(filled.stats, time.perf_counter() - begin))
+            def ask() -> Asked:
+                checkpoint = read_headers(found, clock, ranks)
+                rows = checkpoint.select(names)
+                expected = sources.expected_digests(checkpoint, rows, settings, whole=names is None)
+                return Asked(checkpoint, rows, expected)
+
+            nbytes = sources.file_bytes(found) if names is None and ranks is None else None
+            exchange = None if ranks is None else ranks.exchange
+            filled = fill(model, ask, names, strict, settings, clock, nbytes, exchange)
+        if ranks is not None:
+            ranks.complete = True
+    stats = filled.stats if ranks is None else ranks.told(filled.stats)
+    return dataclasses.replace(filled, stats=timed(stats, time.perf_counter() - begin))

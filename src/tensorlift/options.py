@@ -7,6 +7,7 @@ settings page and the command line are generated from.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import logging
@@ -38,6 +39,7 @@ _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "
 # The engine takes 64-bit sizes, and it counts threads and reads in 32 bits; a machine has fewer than these.
 _LARGEST_SIZE = 1 << 62
 _LARGEST_COUNT = 4096
+_LONGEST = 7 * 86400  # seconds
 _PREFIX, _OF_TESTS = "TENSORLIFT_", "TENSORLIFT_TEST"
 # Read elsewhere: engine/library.py and cli/console.py.
 _NO_SETTINGS = ("TENSORLIFT_LIBRARY", "TENSORLIFT_DEBUG")
@@ -95,10 +97,23 @@ def _parse_backend(value: object, name: str) -> tuple[str, ...]:
     return tuple(str(part) for part in given)
 
 
-def _parse_own(value: object, name: str) -> str:
-    if value in ("arena", "tensor"):
-        return str(value)
-    raise OptionError(f"{name} is {value!r}; expected 'arena' or 'tensor'")
+def _one_of(*words: str) -> Callable[[object, str], str]:
+    def parse(value: object, name: str) -> str:
+        if isinstance(value, str) and value in words:
+            return value
+        raise OptionError(f"{name} is {value!r}; expected one of {', '.join(map(repr, words))}")
+
+    return parse
+
+
+def _parse_seconds(value: object, name: str) -> float:
+    seconds = value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            seconds = float(value)
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= _LONGEST:
+        raise OptionError(f"{name} is {value!r}; expected seconds above 0, at most {_LONGEST}")
+    return float(seconds)
 
 
 def _parse_progress(value: object, name: str) -> bool | Progress:
@@ -216,7 +231,7 @@ class LoadOptions:
         "Capacity of an arena, the block that tensors share; a tensor kept holds back at most its arena.",
     )
     own: str | None = _setting(
-        _parse_own,
+        _one_of("arena", "tensor"),
         "arena, or tensor",
         "arena",
         "What owns memory: arenas that tensors share, or each tensor a block of its own, which holds nothing "
@@ -250,6 +265,27 @@ class LoadOptions:
         "Compare each tensor with its digest before it is handed out: true finds what "
         "'tensorlift digest' wrote beside the files, a path names it; in Python also a mapping from names to "
         "digests.",
+    )
+
+    exchange: str | None = _setting(
+        _one_of("auto", "gather", "none"),
+        "auto, gather, or none",
+        "auto",
+        "With a process group: gather has each rank read its share of what all want and take the rest from "
+        "the others, none has each read all that it wants, auto does what is predicted to be faster.",
+    )
+    peer_timeout: float | None = _setting(
+        _parse_seconds,
+        "seconds",
+        "10",
+        "With a process group: within this time all ranks know that one has failed or is gone. A rank on "
+        "another host that gives no sign for so long counts as gone.",
+    )
+    join_timeout: float | None = _setting(
+        _parse_seconds,
+        "seconds",
+        "300",
+        "With a process group: how long to wait for ranks that have not begun to load.",
     )
 
     def __post_init__(self) -> None:

@@ -26,7 +26,8 @@ class LoadStats:
     ``allocate`` (arenas), ``submit`` (in load_into: handing pieces to the engine), ``read`` (waiting for
     bytes), ``hand_out`` (making tensors, copies into parameters), ``close`` and ``total``. Reading goes on
     behind all phases after the first ``allocate`` or ``submit``; ``total`` is the whole load, without the
-    time in which a consumer held the iterator.
+    time in which a consumer held the iterator. With a process group there are ``agree`` (waiting for the
+    other ranks, comparing what they have), ``make_group`` and ``destroy_group`` (a temporary one).
     """
 
     bytes: int = 0
@@ -56,6 +57,15 @@ class LoadStats:
     """Summed over threads: no slot was free, so the device was the limit."""
     verified: int = 0
     """Tensors that were compared with their digests, and are right."""
+    ranks: int = 1
+    """Ranks that loaded together."""
+    exchange: str = "none"
+    """gather: ranks read a share each, and had the rest from each other."""
+    exchange_reason: str = ""
+    prediction: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What exchange="auto" rested on: its inputs, and the seconds that it expected of each way."""
+    received_bytes: int = 0
+    """Of arenas, from other ranks."""
 
     @property
     def rate(self) -> float:
@@ -85,6 +95,10 @@ class LoadStats:
             lines.append(f"seconds: {', '.join(phases)}")
         readers = [f"{name} {human_bytes(nbytes)}" for name, nbytes in self.readers.items()]
         lines.append(f"read by: {', '.join(readers) or 'nothing'}; threads {self.threads}")
+        if self.ranks > 1:
+            why = f" ({self.exchange_reason})" if self.exchange_reason else ""
+            received = human_bytes(self.received_bytes)
+            lines.append(f"ranks: {self.ranks}, exchange {self.exchange}{why}, received {received}")
         lines.append(
             f"memory: pinned {self.pinned_peak_bytes / 2**20:.1f} MiB at most, "
             f"arenas {self.device_peak_bytes / 2**20:.1f} MiB at most"
@@ -107,10 +121,12 @@ def merged(parts: list[LoadStats], **changes: Any) -> LoadStats:
         if isinstance(values[0], Mapping):
             keys = dict.fromkeys(key for value in values for key in value)
             total[field.name] = {key: sum(value.get(key, 0) for value in values) for key in keys}
+        elif isinstance(values[0], str):
+            total[field.name] = values[0]
         elif isinstance(values[0], tuple):
             total[field.name] = tuple(dict.fromkeys(text for v in values for text in v))
         else:
-            total[field.name] = sum(values)
+            total[field.name] = max(values) if field.name == "ranks" else sum(values)
     return LoadStats(**(total | changes))
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tensorlift import sources
+from tensorlift.distributed import Ranks
 from tensorlift.engine.trace import traced
 from tensorlift.errors import RequestError
-from tensorlift.format.checkpoint import Names
+from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.format.quoting import plural, quote
 from tensorlift.options import LoadOptions
 from tensorlift.progress import finished, reporter, ticker
@@ -23,7 +25,22 @@ from tensorlift.tensors import devices
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "read_headers"]
+
+
+def read_headers(found: sources.Found, clock: Clock, ranks: Ranks | None) -> Checkpoint:
+    """The checkpoint; with ranks, once they have said that theirs is the same."""
+    with clock.phase("headers"):
+        checkpoint = sources.read_headers(found)
+    if ranks is None:
+        return checkpoint
+
+    def in_order(places: Sequence[int]) -> Checkpoint:
+        paths = {source.path: source for source in found.files}
+        files = tuple(paths[checkpoint.shards[place].path] for place in places)
+        return sources.read_headers(dataclasses.replace(found, files=files))
+
+    return ranks.same_files(checkpoint, in_order)
 
 
 class Weights:
@@ -34,20 +51,38 @@ class Weights:
     waited for, and memory that was read ahead goes back; an exception of the consumer comes out as it is.
     """
 
-    def __init__(self, path: Any, memory: memories.Memory, names: Names, settings: LoadOptions) -> None:
-        """Made by open()."""
+    def __init__(
+        self,
+        path: Any,
+        memory: memories.Memory,
+        names: Names,
+        settings: LoadOptions,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Made by open(), which leaves ``ranks`` to this object to end."""
         begin = time.perf_counter()
-        self._memory, self._settings = memory, settings
+        self._memory, self._settings, self._ranks = memory, settings, ranks
         with contextlib.ExitStack() as ending:
             self._clock = Clock(ending.enter_context(traced(settings.trace)))
             with self._clock.phase("headers"):
-                self._checkpoint = sources.read_headers(sources.find(path))
+                found = sources.find(path)
+            self._checkpoint = read_headers(found, self._clock, ranks)
             self._rows = self._checkpoint.select(names)
             self._expected = sources.expected_digests(
                 self._checkpoint, self._rows, settings, whole=names is None
             )
-            # From here on the end of the pass, or close(), ends the trace.
-            self._ending = ending.pop_all()
+            self._exchange = (
+                None
+                if ranks is None
+                else ranks.exchange(
+                    self._checkpoint, self._rows, memory, settings, budget_of(settings, memory).arena_size
+                )
+            )
+            # From here on the end of the pass, or close(), ends the trace, and this rank's part in the load.
+            self._ending = contextlib.ExitStack()
+            if ranks is not None:
+                self._ending.enter_context(ranks)
+            self._ending.push(ending.pop_all())
         self._pass: _Pass | None = None
         self._opening = time.perf_counter() - begin
         self._generator: Callable[[], Generator[tuple[str, torch.Tensor], None, None] | None] = lambda: None
@@ -63,9 +98,16 @@ class Weights:
         """Itself."""
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc: Any) -> None:
         """Closes."""
+        if self._ranks is not None and exc[1] is not None:
+            self._ranks.leave(exc[1])
         self.close()
+
+    def __del__(self) -> None:
+        """The other ranks must not wait for a pass that will never begin."""
+        if getattr(self, "_ranks", None) is not None and self._pass is None:
+            self.close()
 
     @property
     def device(self) -> torch.device:
@@ -82,7 +124,10 @@ class Weights:
         """What was done so far; time that the consumer took between tensors is not in it."""
         if self._pass is None:
             return LoadStats(seconds={**self._clock.seconds, "total": self._opening})
-        return timed(self._pass.transfer.stats(), self._opening + self._pass.seconds)
+        stats = self._pass.transfer.stats()
+        if self._ranks is not None:
+            stats = self._ranks.told(stats)
+        return timed(stats, self._opening + self._pass.seconds)
 
     @property
     def names(self) -> list[str]:
@@ -107,10 +152,22 @@ class Weights:
         settings, memory = self._settings, self._memory
         limits = budget_of(settings, memory)
         rules = rules_of(limits, memory, uniform=True)
-        transfer = Transfer.of(
-            self._checkpoint, self._rows, memory, settings, rules, self._clock, self._expected
-        )
-        self._pass = _Pass(transfer, limits.buffer_size, self._ending)
+        try:
+            transfer = Transfer.of(
+                self._checkpoint,
+                self._rows,
+                memory,
+                settings,
+                rules,
+                self._clock,
+                self._expected,
+                self._exchange,
+            )
+        except BaseException as error:
+            if self._ranks is not None:
+                self._ranks.leave(error)
+            raise
+        self._pass = _Pass(transfer, limits.buffer_size, self._ending, self._ranks)
         self._pass.seconds = time.perf_counter() - begin
         generator = self._pass.run(settings)
         # Weakly, and the generator does not know this object: a consumer that drops it ends the pass at once.
@@ -136,8 +193,10 @@ class Weights:
 class _Pass:
     """One pass over a transfer, reading ahead."""
 
-    def __init__(self, transfer: Transfer, buffer_size: int, ending: contextlib.ExitStack) -> None:
-        self.transfer, self._buffer_size, self._ending = transfer, buffer_size, ending
+    def __init__(
+        self, transfer: Transfer, buffer_size: int, ending: contextlib.ExitStack, ranks: Ranks | None
+    ) -> None:
+        self.transfer, self._buffer_size, self._ending, self._ranks = transfer, buffer_size, ending, ranks
         self.seconds = 0.0
         self.thread = 0
         """Of the consumer's last step."""
@@ -163,6 +222,8 @@ class _Pass:
                         self.thread = threading.get_ident()
                     transfer.finish(batch)
                 finished(report, transfer.nbytes)
+                if self._ranks is not None:
+                    self._ranks.complete = True
         finally:
             self.seconds += time.perf_counter() - begin
 

@@ -23,6 +23,7 @@ Theory of operation
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,6 +66,8 @@ class Rules:
     capacity: int
     device: bool = False
     uniform: bool = False
+    grid: int = 1
+    """Arenas that are exchanged have a multiple of so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ class Layout:
     """Where tensors go. Batches are consecutive tensors of one arena; they are read and handed out in turn.
 
     tensor i: ``arenas[i]`` (-1: it has no bytes), ``offsets[i]`` in the arena, ``batches[i]``
-    arena a: ``arena_nbytes[a]``, numbered in the order of first use; ``arena_used[a]`` without the spare end
+    arena a: ``arena_nbytes[a]``, numbered in the order of first use; ``arena_used[a]`` without the spare end;
+    ``arena_exchanged[a]``: other ranks have the same one
     run r: ``run_file``, ``run_start`` (file offset), ``run_nbytes``, ``run_arena``, ``run_offset``,
     ``run_batch``
     """
@@ -82,6 +86,7 @@ class Layout:
     batches: npt.NDArray[np.int32]
     arena_nbytes: Ints
     arena_used: Ints
+    arena_exchanged: npt.NDArray[np.bool_]
     run_file: npt.NDArray[np.int32]
     run_start: Ints
     run_nbytes: Ints
@@ -99,27 +104,48 @@ class _Placed(NamedTuple):
     used: Ints
 
 
-def lay_out(wanted: Wanted, rules: Rules) -> Layout:
-    """Places every wanted tensor that has bytes exactly once; see the top of this module for the rules."""
+def lay_out(wanted: Wanted, rules: Rules, exchanged: npt.NDArray[np.bool_] | None = None) -> Layout:
+    """Places every wanted tensor that has bytes exactly once; see the top of this module for the rules.
+
+    ``exchanged``: the tensors that other ranks want as well, in arenas that depend on nothing but these, the
+    capacity and the grid.
+    """
     count = len(wanted.starts)
     some = np.flatnonzero(wanted.sizes > 0)
     body = _take(wanted, some)
-    small = _small_stretches(body)
     arena, offset = np.empty(len(some), np.int64), np.empty(len(some), np.int64)
-    fresh, sizes, used = np.zeros(len(some), bool), [], []
+    fresh, sizes, used, shared = np.zeros(len(some), bool), [], [], []
     made = 0
-    for chosen, capacity in ((~small, rules.capacity), (small, min(SMALL_ARENA, rules.capacity))):
-        rows = np.flatnonzero(chosen)
-        if len(rows):
-            placed = _place(_take(body, rows), rules, capacity)
-            arena[rows], offset[rows], fresh[rows] = placed.arenas + made, placed.offsets, placed.breaks
-            sizes.append(placed.sizes)
-            used.append(placed.used)
-            made += len(placed.sizes)
+    for rows, capacity, together in _classes(body, rules, None if exchanged is None else exchanged[some]):
+        placed = _place(_take(body, rows), rules, capacity)
+        arena[rows], offset[rows], fresh[rows] = placed.arenas + made, placed.offsets, placed.breaks
+        sizes.append(-(-placed.sizes // rules.grid) * rules.grid if together else placed.sizes)
+        used.append(placed.used)
+        shared.append(np.full(len(placed.sizes), together, np.int64))
+        made += len(placed.sizes)
     # A stretch of small tensors among others ends the run on both sides.
     fresh[1:] |= arena[1:] != arena[:-1]
-    renumbered, sizes_all, used_all = _by_first_use(arena, sizes, used)
-    return _assemble(count, some, body, renumbered, offset, fresh, sizes_all, used_all)
+    renumbered, columns = _by_first_use(arena, [sizes, used, shared])
+    return _assemble(count, some, body, renumbered, offset, fresh, columns)
+
+
+def _classes(
+    body: Wanted, rules: Rules, exchanged: npt.NDArray[np.bool_] | None
+) -> Iterator[tuple[Ints, int, bool]]:
+    """Tensors that share arenas: their rows, the capacity, whether other ranks have the same arenas.
+
+    Those that are exchanged are looked at without the others, which differ from rank to rank.
+    """
+    every = np.arange(len(body.starts))
+    parts = [every, every[:0]] if exchanged is None else [every[~exchanged], every[exchanged]]
+    for part, together in zip(parts, (False, True), strict=True):
+        small = _small_stretches(_take(body, part))
+        for rows, capacity in (
+            (part[~small], rules.capacity),
+            (part[small], min(SMALL_ARENA, rules.capacity)),
+        ):
+            if len(rows):
+                yield rows, capacity, together
 
 
 def _take(wanted: Wanted, rows: Ints) -> Wanted:
@@ -220,16 +246,15 @@ def _cut(begin: Ints, end: Ints, breaks: npt.NDArray[np.bool_], rules: Rules, ca
     )
 
 
-def _by_first_use(arena: Ints, sizes: list[Ints], used: list[Ints]) -> tuple[Ints, Ints, Ints]:
-    """Arenas numbered in the order in which tensors reach them."""
-    if not sizes:
-        empty = np.zeros(0, np.int64)
-        return arena, empty, empty
+def _by_first_use(arena: Ints, columns: list[list[Ints]]) -> tuple[Ints, list[Ints]]:
+    """Arenas numbered in the order in which tensors reach them, and so their columns."""
+    if not columns[0]:
+        return arena, [np.zeros(0, np.int64) for _ in columns]
     old, first = np.unique(arena, return_index=True)
     order = old[np.argsort(first)]
     new_of = np.empty(len(order), np.int64)
     new_of[order] = np.arange(len(order))
-    return new_of[arena], np.concatenate(sizes)[order], np.concatenate(used)[order]
+    return new_of[arena], [np.concatenate(column)[order] for column in columns]
 
 
 def _assemble(
@@ -239,8 +264,7 @@ def _assemble(
     arena: Ints,
     offset: Ints,
     fresh: npt.NDArray[np.bool_],
-    sizes: Ints,
-    used: Ints,
+    columns: list[Ints],
 ) -> Layout:
     arenas, offsets = np.full(count, -1, np.int32), np.zeros(count, np.int64)
     arenas[some], offsets[some] = arena, offset
@@ -253,8 +277,9 @@ def _assemble(
         arenas=arenas,
         offsets=offsets,
         batches=batches,
-        arena_nbytes=sizes,
-        arena_used=used,
+        arena_nbytes=columns[0],
+        arena_used=columns[1],
+        arena_exchanged=columns[2] > 0,
         run_file=body.files[first],
         run_start=body.starts[first],
         run_nbytes=np.add.reduceat(body.sizes, first) if len(first) else np.zeros(0, np.int64),

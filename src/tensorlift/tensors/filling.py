@@ -21,11 +21,15 @@ from tensorlift.stats import LoadStats, merged
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.destinations import Match, Target, match, reach, tensors_of
 from tensorlift.tensors.direct import Direct, check_writable
-from tensorlift.tensors.running import Tick
+from tensorlift.tensors.part import Exchanging
+from tensorlift.tensors.running import Tick, both
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 from tensorlift.tensors.views import check_expressible, collector_paused
 
-__all__ = ["Asked", "Filled", "fill"]
+__all__ = ["Asked", "Exchange", "Filled", "fill"]
+
+Exchange = Callable[..., Exchanging]
+"""See distributed.ranks.Ranks.exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +59,12 @@ def fill(
     options: LoadOptions,
     clock: Clock,
     nbytes: int | None = None,
+    exchange: Exchange | None = None,
 ) -> Filled:
     """Fills the tensors of ``model`` from what ``ask()``, which reads headers, says; see loading.load_into.
 
     ``nbytes``: of all that will be asked for, where that is known before: then engines make their rings
-    while headers are read.
+    while headers are read. ``exchange``: what asks the other ranks of the load.
     """
     tensors = tensors_of(model)
     with contextlib.ExitStack() as stack:
@@ -69,14 +74,17 @@ def fill(
                 _make_engines(directs, tensors, nbytes, options, clock, stack)
         checkpoint, rows, expected = ask()
         with clock.phase("plan"), collector_paused():
-            if nbytes is None:
-                _make_engines(directs, tensors, int(checkpoint.sizes[rows].sum()), options, clock, stack)
             found = match(tensors, checkpoint, rows.tolist(), _asked(names, list(tensors)))
             if strict:
                 _check_names(found, checkpoint)
             used = np.sort(np.array([target.row for target in found.targets], np.int64))
             check_expressible(checkpoint, used)
             _check_others(found)
+        others = None if exchange is None else _other_ranks(exchange, found, checkpoint, used, options)
+        together = others if others is not None and others.rows.any() else None
+        with clock.phase("plan"), collector_paused():
+            if nbytes is None:
+                _make_engines(directs, tensors, int(checkpoint.sizes[used].sum()), options, clock, stack)
             targets = _by_device(found.direct)
             for device in directs.keys() - targets.keys():
                 directs.pop(device).close()
@@ -85,7 +93,10 @@ def fill(
         report = stack.enter_context(reporter(options.progress))
         total = int(checkpoint.sizes[used].sum())
         parts: list[Direct | Transfer] = [*directs.values()]
-        tick = ticker(report, lambda: sum(part.bytes_done() for part in parts), total)
+        tick = both(
+            None if others is None else others.check,
+            ticker(report, lambda: sum(part.bytes_done() for part in parts), total),
+        )
         with clock.phase("submit"):
             try:
                 for direct in directs.values():
@@ -98,7 +109,7 @@ def fill(
         if found.copied or found.ordered:
             for direct in directs.values():
                 direct.close()  # one ring at a time
-        _copy_others(found, Asked(checkpoint, rows, expected), options, clock, stack, parts, tick)
+        _copy_others(found, Asked(checkpoint, rows, expected), options, clock, stack, parts, tick, together)
         finished(report, total)
     stats = merged(
         [part.stats() for part in parts],
@@ -106,6 +117,24 @@ def fill(
         files=len(np.unique(checkpoint.shard_of[used])),
     )
     return Filled(found.missing, found.unexpected, stats)
+
+
+def _other_ranks(
+    exchange: Exchange,
+    found: Match,
+    checkpoint: Checkpoint,
+    used: npt.NDArray[np.int64],
+    options: LoadOptions,
+) -> Exchanging:
+    """What comes from other ranks, which is copied: gathers need whole arenas, and parameters are none."""
+    devices = _devices(found.targets) or [torch.device("cpu")]
+    memory = memories.for_device(devices[0])
+    arena_size = budget_of(options, memory).arena_size
+    others = exchange(checkpoint, used, memory, options, arena_size, several=len(devices) > 1)
+    if others.rows.any():
+        found.copied[:0] = found.direct
+        found.direct.clear()
+    return others
 
 
 def _check_others(found: Match) -> None:
@@ -143,6 +172,7 @@ def _copy_others(
     stack: contextlib.ExitStack,
     parts: list[Direct | Transfer],
     tick: Tick | None,
+    others: Exchanging | None,
 ) -> None:
     """Fills what does not take bytes as they are; its transfers join ``parts``, and ``stack`` closes them."""
     held: dict[str, torch.Tensor] = {}
@@ -150,7 +180,7 @@ def _copy_others(
     ordered = {target.name for target in found.ordered}
     for device, some in _by_device([*found.copied, *found.ordered]).items():
         memory = memories.for_device(device)
-        transfer = _copying(asked.checkpoint, some, memory, options, clock, asked.expected)
+        transfer = _copying(asked.checkpoint, some, memory, options, clock, asked.expected, others)
         stack.callback(transfer.close)
         parts.append(transfer)
         _copy_all(transfer, some, ordered, held, tick)
@@ -207,10 +237,11 @@ def _copying(
     options: LoadOptions,
     clock: Clock,
     expected: Expected | None,
+    others: Exchanging | None,
 ) -> Transfer:
     rows = np.array(sorted(target.row for target in targets), np.int64)
     rules = rules_of(budget_of(options, memory), memory, uniform=True)
-    return Transfer.of(checkpoint, rows, memory, options, rules, clock, expected)
+    return Transfer.of(checkpoint, rows, memory, options, rules, clock, expected, others)
 
 
 def _copy_all(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,27 @@ from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.plan import pieces as plan_pieces
 from tensorlift.plan.arenas import Layout, Rules, Wanted, lay_out
+from tensorlift.plan.shares import Share, take_share
 from tensorlift.tensors.memory import Arena, Memory
 from tensorlift.tensors.views import Table
 
-__all__ = ["Part"]
+__all__ = ["Exchanging", "Part"]
+
+
+class Exchanging(Protocol):
+    """The other ranks of a load, to which the arenas of some tensors go; see distributed/exchange.py."""
+
+    share: Share
+    rows: npt.NDArray[np.bool_]
+
+    def rules(self, rules: Rules) -> Rules: ...
+    def plan(self, used: list[int]) -> None: ...
+    def check(self) -> None: ...
+    @property
+    def issued(self) -> int: ...
+    def due(self, arena: int) -> int: ...
+    def issue(self, arena: Arena, local: Callable[[int], None]) -> None: ...
+    def wait(self, number: int, tick: Callable[[], object] | None) -> None: ...
 
 
 class Part:
@@ -26,18 +44,34 @@ class Part:
     Its owner gives files and arenas, and says when an arena is no longer written to.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rows: npt.NDArray[np.int64], rules: Rules) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        rows: npt.NDArray[np.int64],
+        rules: Rules,
+        exchange: Exchanging | None = None,
+    ) -> None:
         """Lays out ``rows``; raises DtypeError for a tensor that the running torch cannot express."""
         self.table = table = Table(checkpoint, rows)
-        self.layout = layout = lay_out(
-            Wanted(table.files, table.starts, table.sizes, table.alignments), rules
-        )
+        wanted = Wanted(table.files, table.starts, table.sizes, table.alignments)
+        layout = lay_out(wanted, rules, None if exchange is None else exchange.rows)
+        self._last_use, self._first_arenas = _last_use(layout), _arenas_begun(layout)
+        self.gathered = [
+            (batch, arena)
+            for batch, arenas in enumerate(self._first_arenas)
+            for arena in arenas
+            if layout.arena_exchanged[arena]
+        ]
+        """Of each gather, in their order: the batch with which the arena is read, and the arena."""
+        self.gather_of = {batch: number for number, (batch, _) in enumerate(self.gathered)}
+        if exchange is not None:
+            exchange.plan([int(layout.arena_used[arena]) for _, arena in self.gathered])
+            layout = take_share(layout, exchange.share)
+        self.layout = layout
         self.batch_count = layout.batch_count
         edges = np.arange(layout.batch_count + 1)
         self.batch_edges: list[int] = np.searchsorted(layout.batches, edges).tolist()
         self._run_edges: list[int] = np.searchsorted(layout.run_batch, edges).tolist()
-        self._last_use = _last_use(layout)
-        self._first_arenas = _arenas_begun(layout)
         self.files = np.zeros(0, np.int32)
         """The engine's index of a file by the shard's."""
         self.checks: Checks | None = None

@@ -18,9 +18,22 @@ from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.options import LoadOptions
 from tensorlift.tensors.memory import Memory
 
-__all__ = ["Running", "Tick"]
+__all__ = ["Running", "Tick", "both"]
 
 Tick = Callable[[], object]
+
+
+def both(first: Tick | None, second: Tick | None) -> Tick | None:
+    """What calls both."""
+    if first is None or second is None:
+        return first or second
+
+    def tick() -> None:
+        first()
+        second()
+
+    return tick
+
 
 # From here on the ring is made while headers are read and tensors laid out: it took 35 ms where each slot was
 # made when it was first wanted, as long as 2 GB take (one H200).

@@ -18,14 +18,15 @@ import torch
 from tensorlift.engine.digesting import Checks
 from tensorlift.engine.sizing import Budget, budget
 from tensorlift.engine.trace import Trace
+from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import Expected
 from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
 from tensorlift.stats import LoadStats
 from tensorlift.tensors.memory import Memory
-from tensorlift.tensors.part import Part
-from tensorlift.tensors.running import Running, Tick
+from tensorlift.tensors.part import Exchanging, Part
+from tensorlift.tensors.running import Running, Tick, both
 from tensorlift.tensors.views import collector_paused
 
 __all__ = ["Clock", "Transfer", "budget_of", "rules_of"]
@@ -77,14 +78,17 @@ class Transfer(Running):
         clock: Clock,
         *,
         digest: bool = False,
+        exchange: Exchanging | None = None,
     ) -> None:
         """Makes an engine for about ``nbytes`` bytes, which may start its threads, but reads nothing yet.
 
-        ``digest``: add() will give digests that wait() compares with.
+        ``digest``: add() will give digests that wait() compares with. ``exchange``: other ranks that load
+        the same; then add() comes once.
         """
         # What close() wants comes first: an interrupt may end this anywhere.
         self.clock = clock
-        self._rules = rules
+        self._rules = rules if exchange is None else exchange.rules(rules)
+        self._exchange = exchange
         self._parts: list[Part] = []
         super().__init__(memory, options, nbytes, trace=clock.trace, digest=digest)
         self._batches: list[tuple[Part, int]] = []
@@ -103,10 +107,13 @@ class Transfer(Running):
         rules: Rules,
         clock: Clock,
         expected: Expected | None = None,
+        exchange: Exchanging | None = None,
     ) -> Transfer:
         """One that has all its tensors."""
         nbytes = int(checkpoint.sizes[rows].sum())
-        transfer = cls(memory, options, rules, nbytes, clock, digest=expected is not None)
+        transfer = cls(
+            memory, options, rules, nbytes, clock, digest=expected is not None, exchange=exchange
+        )
         try:
             transfer.add(checkpoint, rows, expected)
         except BaseException:
@@ -119,7 +126,7 @@ class Transfer(Running):
     ) -> int:
         """Lays out ``rows`` as batches after those that are there; how many. Takes no memory yet."""
         with self.clock.phase("plan"), collector_paused():
-            part = Part(checkpoint, rows, self._rules)
+            part = Part(checkpoint, rows, self._rules, self._exchange)
             part.files = self._add_files(checkpoint, part.table.files)
             if expected is not None:
                 part.checks = Checks(self._engine, checkpoint, rows, expected, self._pieces)
@@ -184,13 +191,39 @@ class Transfer(Running):
             while self._checked <= batch:
                 part, own = self._batches[self._checked]
                 if part.checks is not None:
-                    self._engine.wait(self._tickets[self._checked], tick)
+                    check = None if self._exchange is None else self._exchange.check
+                    self._engine.wait(self._tickets[self._checked], both(check, tick))
                     part.checks.check(part.batch_edges[own], part.batch_edges[own + 1])
                 self._checked += 1
-            self._arrive(self._tickets[batch], tick)
             part, own = self._batches[batch]
+            if self._exchange is not None:
+                self._gather(self._exchange, part, own, tick)
+                tick = both(self._exchange.check, tick)
+            self._arrive(self._tickets[batch], tick)
             part.used_on(own, self.memory.stream())
         self._arrived = max(self._arrived, batch + 1)
+
+    def _gather(self, exchange: Exchanging, part: Part, batch: int, tick: Tick | None) -> None:
+        """Issues the gathers that are due when a batch is handed out, and waits for the one that it needs."""
+        number = part.gather_of.get(batch)
+        if number is None:
+            return
+        while exchange.issued < exchange.due(number):
+            begun, arena = part.gathered[exchange.issued]
+            if self._submitted <= begun:
+                self.submit(begun + 1 - self._submitted)
+
+            def local(stream: int, ticket: int = self._tickets[begun]) -> None:
+                self._engine.wait(ticket, both(exchange.check, tick))
+                if self.memory.native_kind != 0:
+                    self._engine.stream_wait(stream)
+                    self.memory.ready()
+
+            held = part.arenas.get(arena)
+            if held is None:
+                raise RequestError("the load was closed")
+            exchange.issue(held, local)
+        exchange.wait(number, tick)
 
     def finish(self, batch: int) -> None:
         """Lets go of the arenas that no later batch uses; tensors made of them keep them."""

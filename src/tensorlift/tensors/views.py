@@ -29,6 +29,7 @@ from tensorlift.tensors.memory import Arena, Memory
 __all__ = [
     "Single",
     "Table",
+    "bytes_of",
     "check_expressible",
     "collector_paused",
     "sliced",
@@ -253,6 +254,11 @@ class Single:
     def integers(self, arena: Arena, memory: Memory) -> torch.Tensor:
         """All of an arena as integers of the size of an item, in one dimension."""
         return _made(arena, _STAND_INS[self.item_nbytes], (arena.nbytes // self.item_nbytes,), memory)
+
+
+def bytes_of(arena: Arena, memory: Memory, nbytes: int) -> torch.Tensor:
+    """The first bytes of an arena, which the tensor keeps."""
+    return _made(arena, _STAND_INS[1], (nbytes,), memory)
 
 
 def _made(arena: Arena, kind: tuple[int, int, int], shape: tuple[int, ...], memory: Memory) -> torch.Tensor:

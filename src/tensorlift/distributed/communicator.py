@@ -1,0 +1,110 @@
+"""The collectives of a load: the caller's group, or one that is made for the load and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tensorlift.distributed.members import Members
+from tensorlift.errors import DeviceError
+
+__all__ = ["Communicator"]
+
+# A consumer may take any time between two tensors, and so may a gather: that a rank is gone the board tells.
+_FOR_EVER = datetime.timedelta(days=7)
+# For ranks to find each other, once each has said that it is there.
+_MEETING = datetime.timedelta(seconds=60)
+
+
+class Communicator:
+    """All-gathers among the members, in the order in which they are issued."""
+
+    def __init__(self, members: Members, device: torch.device) -> None:
+        """Begins to make the group, in a thread: ranks need not come to it at the same time."""
+        self._members, self._device = members, device
+        self._group: Any = None if members.temporary else members.group
+        self._failed: BaseException | None = None
+        self.seconds_made = self.seconds_destroyed = 0.0
+        self._made = threading.Event()
+        if not members.temporary:
+            self._made.set()
+            return
+        if device.type == "cuda" and not dist.is_nccl_available():
+            raise DeviceError("process_group='world' on a CUDA device needs NCCL, which this torch lacks")
+        threading.Thread(target=self._make, name="tensorlift-communicator", daemon=True).start()
+
+    def wait_until_made(self, check: Callable[[], None]) -> None:
+        """Returns when there is a group; ``check`` is called meanwhile, and may raise."""
+        while not self._made.wait(0.02):
+            check()
+        if self._failed is not None:
+            check()
+            raise self._failed
+
+    def gather(self, whole: torch.Tensor, share: torch.Tensor) -> Any:
+        """Begins to complete ``whole``, of which ``share`` is this rank's part, on the current stream.
+
+        Both are bytes in one dimension; the parts of all ranks are equal and lie in the order of the ranks.
+        """
+        # torch 2.13 renamed what is below all_gather_into_tensor, and warns of the name that it had.
+        group = self._group
+        gather = group.all_gather_single if hasattr(group, "all_gather_single") else group._allgather_base
+        return gather(whole, share)
+
+    def release(self, *, broken: bool) -> None:
+        """Ends a temporary group; ``broken``: its collectives may never end by themselves."""
+        if not self._members.temporary:
+            self._group = None
+            return
+        begin = time.perf_counter()
+        held, self._group = [self._group], None
+        # Its end may wait for peers that are gone (vLLM #39846), and this thread must not.
+        ending = threading.Thread(target=_end, args=(held, broken), name="tensorlift-end", daemon=True)
+        ending.start()
+        ending.join(_PATIENCE)
+        self.seconds_destroyed = time.perf_counter() - begin
+
+    def _make(self) -> None:
+        begin = time.perf_counter()
+        members = self._members
+        try:
+            store = dist.PrefixStore("group", members.store())
+            if self._device.type == "cuda":
+                kind = dist.ProcessGroup.BackendType.NCCL
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = _FOR_EVER
+                torch.cuda.set_device(self._device)  # of this thread
+                backend = dist.ProcessGroupNCCL(store, members.rank, members.count, options)
+            else:
+                kind = dist.ProcessGroup.BackendType.GLOO
+                backend = dist.ProcessGroupGloo(store, members.rank, members.count, _MEETING)
+                backend._set_default_timeout(_FOR_EVER)
+            group = dist.ProcessGroup(store, members.rank, members.count)
+            group._set_default_backend(kind)
+            group._register_backend(self._device, kind, backend)
+            self._group = group
+        except BaseException as error:  # noqa: BLE001 - raised again in the load's thread
+            self._failed = error
+        self.seconds_made = time.perf_counter() - begin
+        self._made.set()
+
+
+_PATIENCE = 5.0  # seconds
+
+
+def _end(held: list[Any], broken: bool) -> None:
+    group = held.pop()
+    if group is None:
+        return
+    with contextlib.suppress(Exception):
+        # gloo's abort() and shutdown() free nobody (torch 2.13); the end of its object closes its sockets.
+        if group._get_backend_name() != "gloo":
+            group.abort() if broken else group.shutdown()
+    del group

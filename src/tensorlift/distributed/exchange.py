@@ -1,0 +1,171 @@
+"""The all-gathers that complete arenas of which each rank has read its share.
+
+Gather k + 1 is issued when arena k is handed out, by the thread that takes tensors, once this rank's share of
+it has come. So the order of all collectives of a rank, its consumer's own among them, is that of its program
+and never one of timing: ranks whose programs are the same cannot wait for each other in a circle, whatever
+their speed (docs/ranks.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tensorlift.distributed.board import Board
+from tensorlift.distributed.communicator import Communicator
+from tensorlift.errors import RanksError
+from tensorlift.plan.arenas import Rules
+from tensorlift.plan.shares import Share, share_nbytes
+from tensorlift.tensors.memory import Arena, Memory
+from tensorlift.tensors.views import bytes_of
+
+__all__ = ["Exchange"]
+
+AHEAD = 1
+_SHORTEST, _LONGEST = 0.0001, 0.002  # seconds between two looks at a gather
+
+
+class _Pending(NamedTuple):
+    work: Any
+    whole: torch.Tensor
+
+
+class Exchange:
+    """Of one load. Arenas are numbered here in the order of their gathers."""
+
+    def __init__(
+        self,
+        board: Board,
+        communicator: Communicator | None,
+        memory: Memory,
+        rows: npt.NDArray[np.bool_],
+        arena_size: int,
+    ) -> None:
+        """Nothing is gathered yet; no communicator: nothing will be.
+
+        ``rows``: which of the wanted tensors are exchanged; ``arena_size``: capacity of arenas on all ranks.
+        """
+        self.share = Share(board.members.rank, board.members.count)
+        self.rows, self._arena_size = rows, arena_size
+        self._board, self._communicator, self._memory = board, communicator, memory
+        self._used: list[int] = []
+        self._pending: dict[int, _Pending] = {}
+        self._side = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
+        self.bytes_received = 0
+
+    def rules(self, rules: Rules) -> Rules:
+        """The rules by which all ranks lay out what is exchanged."""
+        return dataclasses.replace(rules, capacity=self._arena_size, grid=self.share.grid)
+
+    def plan(self, used: list[int]) -> None:
+        """Says how many bytes of each arena are to be gathered; the same on all ranks."""
+        self._used = used
+
+    def check(self) -> None:
+        """Raises what ended the load on another rank."""
+        self._board.check()
+
+    @property
+    def issued(self) -> int:
+        """Gathers issued so far."""
+        return self._board.issued
+
+    def due(self, arena: int) -> int:
+        """Gathers that are to be issued before this arena is handed out."""
+        return min(arena + 1 + AHEAD, len(self._used))
+
+    def issue(self, arena: Arena, local: Callable[[int], None]) -> None:
+        """Issues the next gather; ``local(stream)`` makes a stream wait for this rank's share."""
+        number = self.issued
+        assert self._communicator is not None
+        self._communicator.wait_until_made(self._board.check)
+        with self._on_side() as stream:
+            local(stream)
+            whole = bytes_of(arena, self._memory, self._width(number) * self.share.ranks)
+            work = self._board.issue(lambda: self._gather(number, whole))
+            self._pending[number] = _Pending(work, whole)
+        self.bytes_received += len(whole) - self._width(number)
+
+    def wait(self, number: int, tick: Callable[[], object] | None) -> None:
+        """Waits until an arena is whole, for work on the caller's stream.
+
+        The host waits too: a gather that is aborted must not have been handed out.
+        """
+        pending = self._pending.get(number)
+        if pending is None:
+            return
+        pause = _SHORTEST
+        while not pending.work.is_completed():
+            self.check()
+            if tick is not None:
+                tick()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+        try:
+            pending.work.wait()
+        except RuntimeError as error:
+            self._explain(error)
+        del self._pending[number]
+
+    def end(self) -> None:
+        """Has the gathers that were issued anywhere come to an end, where the load stopped before its own.
+
+        A rank that lives takes part until the last one, with whatever bytes it has, so that nobody's gather
+        waits for it and the caller's group can be used again.
+        """
+        if self._communicator is None:
+            return
+        last = self._board.last_issued() if self._board.failed else self.issued
+        broken = last is None
+        with contextlib.suppress(RuntimeError, MemoryError):
+            for number in range(self.issued, last or 0):
+                # Its arena may not be there, and its bytes are nobody's.
+                whole = torch.empty(
+                    self._width(number) * self.share.ranks, dtype=torch.uint8, device=self._memory.device
+                )
+                with self._on_side():
+                    self._pending[number] = _Pending(self._gather(number, whole), whole)
+        deadline = time.monotonic() + self._board.peer_timeout
+        for pending in self._pending.values():
+            while not pending.work.is_completed() and time.monotonic() < deadline:
+                time.sleep(_LONGEST)
+            broken |= not pending.work.is_completed()
+        self._communicator.release(broken=broken)
+        # What is still under way keeps its memory by itself.
+        self._pending.clear()
+
+    def _width(self, number: int) -> int:
+        return share_nbytes(self._used[number], self.share.ranks)
+
+    def _gather(self, number: int, whole: torch.Tensor) -> Any:
+        width = self._width(number)
+        begin = self.share.rank * width
+        assert self._communicator is not None
+        return self._communicator.gather(whole, whole[begin : begin + width])
+
+    @contextlib.contextmanager
+    def _on_side(self) -> Iterator[int]:
+        """The stream that gathers are issued on; its handle."""
+        if self._side is None:
+            yield self._memory.stream()
+            return
+        # A block may be in use still by work that the caller's stream held when it was allocated; what the
+        # caller will do with the arena before this one is not in that stream yet.
+        self._side.wait_stream(torch.cuda.current_stream(self._memory.device))
+        with torch.cuda.stream(self._side):
+            yield self._side.cuda_stream
+
+    def _explain(self, error: RuntimeError) -> None:
+        """A collective that broke says nothing of who is gone; the board does, a little later."""
+        deadline = time.monotonic() + self._board.peer_timeout
+        while time.monotonic() < deadline:
+            self._board.check()
+            time.sleep(_LONGEST)
+        raise RanksError(f"an all-gather failed, and no rank has said why: {error}") from error

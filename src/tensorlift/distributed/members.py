@@ -1,0 +1,135 @@
+"""Who loads together: the ranks that a caller's ``process_group`` means, and how a process is known again."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from tensorlift.errors import RequestError
+
+__all__ = ["WORLD", "Members", "Process", "members_of", "this_process"]
+
+WORLD = "world"
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The ranks of one load."""
+
+    group: Any
+    """The caller's ProcessGroup; for "world" that of the world, through which no byte of a load goes."""
+    temporary: bool
+    """Collectives go through a group that is made for this load."""
+    rank: int
+    """Of this process, counted in the group."""
+    world_ranks: tuple[int, ...]
+    """Of all, by their rank in the group."""
+    number: int
+    """Loads of these ranks before this one, which is why all must load equally often."""
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.world_ranks)
+
+    def name(self, rank: int) -> str:
+        """A rank of the group as people know it."""
+        return f"rank {self.world_ranks[rank]}"
+
+    def store(self) -> Any:
+        """A client of its own of the group's store: one that waits would keep the other threads waiting."""
+        group = self.group
+        store = (
+            group.get_group_store()
+            if hasattr(group, "get_group_store")
+            else dist.distributed_c10d._world.pg_map[group][1]
+        )
+        own = store.clone() if hasattr(store, "clone") else store
+        return dist.PrefixStore(f"tensorlift/{self.number}", own)
+
+
+_loads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def members_of(process_group: object, *, alone: bool) -> Members | None:
+    """The ranks of a load; None for this process alone.
+
+    process_group: None, "world", or a torch.distributed.ProcessGroup that this process is in. ``alone``:
+    what to say to a group of one rank, whether it loads as if there were none. Raises RequestError for
+    anything else, or where torch.distributed was not initialised although the environment says that there are
+    several ranks.
+    """
+    if process_group is None:
+        return None
+    if not dist.is_available():
+        raise RequestError("process_group: this torch was built without torch.distributed")
+    if isinstance(process_group, str) and process_group == WORLD:
+        if not dist.is_initialized():
+            _check_alone()
+            return None
+        group: Any = dist.group.WORLD
+    elif isinstance(process_group, dist.ProcessGroup):
+        group = process_group
+    elif process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise RequestError("process_group: this rank is not in the group; only those that are load with it")
+    else:
+        raise RequestError(
+            f"process_group is {process_group!r}; expected None, 'world' or a torch.distributed.ProcessGroup"
+        )
+    if group.size() == 1 and alone:
+        return None
+    number = _loads.get(group, 0)
+    _loads[group] = number + 1
+    return Members(
+        group, group is not process_group, group.rank(), tuple(dist.get_process_group_ranks(group)), number
+    )
+
+
+def _check_alone() -> None:
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks.strip() not in ("", "1"):
+        raise RequestError(
+            f"process_group='world', and WORLD_SIZE is {ranks}, but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() first, or leave process_group out"
+        )
+
+
+class Process(msgspec.Struct, frozen=True):
+    """Names a process so that others on its host can see whether it still runs."""
+
+    host: str
+    """Of the running kernel and the space of process ids; "" where the kernel does not say."""
+    pid: int
+    started: str
+    """In the kernel's clock: ids are used again."""
+
+    def is_gone(self) -> bool:
+        """Whether it ended; for processes of this host."""
+        return _started(self.pid) != self.started
+
+
+def this_process() -> Process:
+    """Of the caller."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        host = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        host = ""
+    return Process(host, os.getpid(), _started(os.getpid()))
+
+
+def _started(pid: int) -> str:
+    """When a process began; "" for one that is not there, or is only waited for by its parent."""
+    try:
+        about = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    # The name comes second and may have blanks and brackets of its own; field 3 is the state, 22 the start.
+    fields = about.rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]

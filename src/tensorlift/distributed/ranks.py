@@ -1,0 +1,216 @@
+"""One load of several ranks, from the moment that they meet until all are through or all have failed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tensorlift.distributed import policy
+from tensorlift.distributed.agreement import (
+    SEVERAL,
+    File,
+    Request,
+    Schedule,
+    agree_on_files,
+    files_of,
+    pack,
+    schedule_of,
+    unpack,
+)
+from tensorlift.distributed.board import Board, Failure
+from tensorlift.distributed.communicator import Communicator
+from tensorlift.distributed.exchange import Exchange
+from tensorlift.distributed.members import Members, members_of, this_process
+from tensorlift.errors import OptionError
+from tensorlift.format.checkpoint import Checkpoint
+from tensorlift.options import LoadOptions
+from tensorlift.stats import LoadStats
+from tensorlift.tensors.memory import Memory
+
+__all__ = ["Ranks", "join"]
+
+# As the settings page gives them.
+PEER_TIMEOUT, JOIN_TIMEOUT = 10.0, 300.0
+
+
+def join(
+    process_group: object, resolve: Callable[[], LoadOptions]
+) -> tuple[Ranks | None, LoadOptions]:
+    """The ranks of a load and its options, which ``resolve()`` gives; None for this process alone.
+
+    The first thing that a load does: whatever fails from here on, the other ranks learn of.
+    """
+    failed: Exception | None = None
+    try:
+        settings = resolve()
+    except Exception as error:  # noqa: BLE001 - raised again below
+        settings, failed = LoadOptions(), error
+    members = members_of(process_group, alone=settings.exchange != "gather")
+    ranks = None if members is None else Ranks(members, settings)
+    if failed is not None:
+        if ranks is not None:
+            ranks.leave(failed)
+        raise failed
+    return ranks, settings
+
+
+class Ranks:
+    """A context manager: an exception that leaves it is told to the other ranks, and so is a load that was not
+    ``complete``; a load that was waits for them, and raises PeerError if one of them fails.
+    """
+
+    def __init__(self, members: Members, settings: LoadOptions) -> None:
+        """Says that this rank is there."""
+        self.members = members
+        self._board = Board(
+            members, settings.peer_timeout or PEER_TIMEOUT, settings.join_timeout or JOIN_TIMEOUT
+        )
+        self._exchange: Exchange | None = None
+        self._communicator: Communicator | None = None
+        self.schedule: Schedule | None = None
+        self.complete = self._ended = False
+        self.seconds_agreeing = 0.0
+
+    def __enter__(self) -> Ranks:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends this rank's part."""
+        if error is not None or not self.complete:
+            self.leave(error)
+            return
+        try:
+            self._board.end()
+        except BaseException as failed:
+            self.leave(failed)
+            raise
+        self._end()
+
+    def leave(self, error: BaseException | None) -> None:
+        """Ends this rank's part before its time; the others raise PeerError with the reason."""
+        rank = self.members.rank
+        if error is None or isinstance(error, GeneratorExit):
+            kind, why = "left", "stopped before it had taken all tensors"
+        else:
+            said = str(error)
+            kind, why = "error", f"failed: {type(error).__name__}{': ' if said else ''}{said}"
+        self._board.fail(
+            Failure(self.members.world_ranks[rank], kind, f"{self.members.name(rank)} {why}")  # type: ignore[arg-type]
+        )
+        self._end()
+
+    def through(self) -> None:
+        """Ends this rank's part without waiting for the others."""
+        self._board.through()
+        self._end()
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            if self._exchange is not None:
+                self._exchange.end()
+        finally:
+            self._board.close()
+
+    def check(self) -> None:
+        """Raises what ended the load on another rank."""
+        self._board.check()
+
+    def same_files(
+        self, checkpoint: Checkpoint, in_order: Callable[[Sequence[int]], Checkpoint]
+    ) -> Checkpoint:
+        """The checkpoint with its files in the order of the first rank; DisagreementError if they differ.
+
+        ``in_order``: the same, with its shards in the order of the given numbers.
+        """
+        begin = time.perf_counter()
+        ours = files_of(checkpoint)
+
+        def decide(given: list[bytes]) -> bytes:
+            agree_on_files([msgspec.json.decode(part, type=list[File]) for part in given], self.members.name)
+            return given[0]
+
+        answer = self._board.agree("files", msgspec.json.encode(ours), decide, first=True)
+        theirs = msgspec.json.decode(answer, type=list[File])
+        self.seconds_agreeing += time.perf_counter() - begin
+        if ours == theirs:
+            return checkpoint
+        places: dict[File, list[int]] = {}
+        for at in reversed(range(len(ours))):
+            places.setdefault(ours[at], []).append(at)
+        return in_order([places[file].pop() for file in theirs])
+
+    def exchange(
+        self,
+        checkpoint: Checkpoint,
+        rows: npt.NDArray[np.int64],
+        memory: Memory,
+        settings: LoadOptions,
+        arena_size: int,
+        *,
+        several: bool = False,
+        parts: npt.NDArray[np.bool_] | None = None,
+    ) -> Exchange:
+        """What of ``rows`` comes from other ranks.
+
+        ``several``: they go to several devices, of which ``memory`` is one; ``parts``: which rows are wanted
+        in part.
+        """
+        begin = time.perf_counter()
+        verify = settings.verify not in (None, False)
+        whole = np.zeros(len(checkpoint), bool)
+        whole[rows if parts is None else rows[~parts]] = True
+        sizes = checkpoint.sizes
+        wanted = settings.exchange or "auto"
+        if verify and wanted == "gather":
+            raise OptionError(
+                "exchange='gather' with verify: digests are of whole tensors as their bytes are read, and a rank "
+                "reads parts of them; leave exchange out, and each rank reads and checks all"
+            )
+        own = 0 if parts is None else int(sizes[rows[parts]].sum())
+        request = Request(
+            wanted, SEVERAL if several else memory.device.type, verify, settings.own or "arena", arena_size, pack(whole),
+            int(sizes[whole].sum()), own, this_process().host, policy.cached(checkpoint),
+        )  # fmt: skip
+
+        def decide(given: list[bytes]) -> bytes:
+            requests = [msgspec.msgpack.decode(part, type=Request) for part in given]
+            return msgspec.msgpack.encode(schedule_of(requests, sizes, self.members.name, policy.choose))
+
+        answer = self._board.agree("work", msgspec.msgpack.encode(request), decide)
+        self.schedule = schedule = msgspec.msgpack.decode(answer, type=Schedule)
+        if schedule.exchange == "gather":
+            self._communicator = Communicator(self.members, memory.device)
+        mask = unpack(schedule.rows, len(checkpoint))
+        self._exchange = Exchange(
+            self._board, self._communicator, memory, mask[rows], schedule.arena_size
+        )
+        self.seconds_agreeing += time.perf_counter() - begin
+        return self._exchange
+
+    def told(self, stats: LoadStats) -> LoadStats:
+        """The same record with what concerns the other ranks."""
+        schedule, exchange, made = self.schedule, self._exchange, self._communicator
+        seconds = {**stats.seconds, "agree": self.seconds_agreeing}
+        if made is not None and self.members.temporary:
+            seconds |= {"make_group": made.seconds_made, "destroy_group": made.seconds_destroyed}
+        return dataclasses.replace(
+            stats,
+            seconds=seconds,
+            ranks=self.members.count,
+            exchange="none" if schedule is None else schedule.exchange,
+            exchange_reason="" if schedule is None else schedule.why,
+            prediction={} if schedule is None else schedule.figures,
+            received_bytes=0 if exchange is None else exchange.bytes_received,
+        )

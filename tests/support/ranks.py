@@ -1,0 +1,137 @@
+"""Runs a function of a test module as several ranks of a gloo group, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support import child
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended."""
+
+    status: int
+    """Exit code, or minus the signal."""
+    value: Any = None
+    """What the function returned, by way of JSON."""
+    error: str | None = None
+    """Name of the exception that it raised."""
+    message: str = ""
+    trace: str = ""
+    seconds: float = 0.0
+
+
+def run(
+    function: Callable[..., Any], world: int, *arguments: Any, store_on_rank_0: bool = False, seconds: float = 60
+) -> list[Outcome]:
+    """``function(rank, *arguments)`` in each rank, with torch.distributed initialised.
+
+    The store is served by none of the ranks, as with torchrun, or by rank 0. What still runs after so many
+    seconds is killed.
+    """
+    file, name = function.__code__.co_filename, function.__name__
+    found = child.call(_world, file, name, world, arguments, store_on_rank_0, seconds, seconds=seconds + 30)
+    return [Outcome(**outcome) for outcome in found]
+
+
+def values(function: Callable[..., Any], world: int, *arguments: Any, **named: Any) -> list[Any]:
+    """The same where every rank returns."""
+    outcomes = run(function, world, *arguments, **named)
+    for outcome in outcomes:
+        assert outcome.status == 0, outcome.trace
+        assert outcome.error is None, outcome.trace
+    return [outcome.value for outcome in outcomes]
+
+
+def _world(
+    file: str, name: str, world: int, arguments: list[Any], store_on_rank_0: bool, seconds: float
+) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        pids = {}
+        for rank in range(world):
+            pid = os.fork()
+            if pid == 0:
+                _rank(file, name, rank, world, arguments, port, store_on_rank_0, Path(folder, str(rank)))
+            pids[pid] = rank
+        if not store_on_rank_0:
+            import torch.distributed as dist
+
+            # Only now: it has threads, which a fork would lose.
+            held = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        found: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + seconds
+        while pids:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in pids:
+                rank = pids.pop(pid)
+                answer = Path(folder, str(rank))
+                outcome = json.loads(answer.read_text()) if answer.exists() else {}
+                found[rank] = {"status": os.waitstatus_to_exitcode(status), **outcome}
+            elif time.monotonic() > deadline:
+                for left in pids:
+                    os.kill(left, signal.SIGKILL)
+                deadline = float("inf")
+            else:
+                time.sleep(0.01)
+        if not store_on_rank_0:
+            del held
+        return [found[rank] for rank in range(world)]
+
+
+def _rank(
+    file: str, name: str, rank: int, world: int, arguments: list[Any], port: int, serves: bool, answer: Path
+) -> None:
+    """In the fork; does not return."""
+    import torch
+    import torch.distributed as dist
+
+    status = 1
+    begin = time.monotonic()
+    try:
+        torch.set_num_threads(1)
+        spec = importlib.util.spec_from_file_location("child_module", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["child_module"] = module
+        spec.loader.exec_module(module)
+        store = dist.TCPStore("127.0.0.1", port, None, serves and rank == 0, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        begin = time.monotonic()
+        outcome: dict[str, Any] = {}
+        try:
+            outcome["value"] = getattr(module, name)(rank, *arguments)
+        except Exception as error:  # noqa: BLE001 - told to the test
+            outcome = {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
+        outcome["seconds"] = time.monotonic() - begin
+        if serves and rank == 0:
+            time.sleep(1)  # the others may want it still
+        text = answer.with_suffix(".part")
+        text.write_text(json.dumps(outcome))
+        text.rename(answer)
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+        status = 0
+    except BaseException:  # noqa: BLE001 - told to the test by the output and the status
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
