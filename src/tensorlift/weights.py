@@ -96,6 +96,8 @@ class Weights:
 
     def __enter__(self) -> Weights:
         """Itself."""
+        if self._ranks is not None:
+            self._ranks.held = True  # what leaves the with statement says more than the end of the iteration
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -188,6 +190,8 @@ class Weights:
             with contextlib.suppress(ValueError):
                 generator.close()
         self._ending.close()
+        if self._ranks is not None:
+            self._ranks.leave(None)
 
 
 class _Pass:

@@ -113,12 +113,13 @@ class Board:
         """Tells all; the first failure of a load is the one that counts. Never raises."""
         self._shared.post(self._store, failure)
 
-    def issue(self, collective: Callable[[], Any]) -> Any:
-        """Issues the next gather, unless the load is over."""
+    def issue(self, width: int, collective: Callable[[], Any]) -> Any:
+        """Issues the next gather, of so many bytes a rank, unless the load is over."""
         # Counted before, not under the lock: the first collective of a group may wait for the other ranks.
         with self._shared.lock:
             open_still = not self._shared.frozen
-            self._shared.issued += open_still
+            if open_still:
+                self._shared.issued.append(width)
         if open_still:
             return collective()
         self.check()
@@ -127,10 +128,13 @@ class Board:
     @property
     def issued(self) -> int:
         """Gathers that this rank has issued."""
-        return self._shared.issued
+        return len(self._shared.issued)
 
-    def last_issued(self) -> int | None:
-        """The most gathers that any rank has issued, after which all stop; None where one is gone."""
+    def missed(self) -> list[int] | None:
+        """Bytes a rank of the gathers that other ranks have issued and this one has not, after which all stop.
+
+        None where a rank is gone, so that they will not end.
+        """
         deadline = time.monotonic() + self.peer_timeout
         pause = _SHORTEST
         try:
@@ -141,9 +145,10 @@ class Board:
                     return None
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST)
-            return int(self._store.get("agreed"))
+            widths = msgspec.json.decode(bytes(self._store.get("agreed")), type=list[int])
         except RuntimeError:  # the store went with its host
             return None
+        return widths[self.issued :]
 
     def end(self) -> None:
         """Waits until every rank is through; raises what ended the load elsewhere."""
@@ -207,7 +212,7 @@ class _Shared:
         # Around the issue of a gather: what is counted and what was issued are one.
         self.lock = threading.Lock()
         self.frozen = self.told = False
-        self.issued = 0
+        self.issued: list[int] = []
         self.failure: Failure | None = None
         self.process = this_process()
         self.processes: dict[int, Process] = {members.rank: self.process}
@@ -235,10 +240,10 @@ class _Shared:
             told, self.told = self.told, True
         if told:
             return
-        store.set(f"issued/{self.members.rank}", str(self.issued))
+        store.set(f"issued/{self.members.rank}", msgspec.json.encode(self.issued))
         if store.add("stopped", 1) == self.members.count:
-            counts = [int(store.get(f"issued/{rank}")) for rank in range(self.members.count)]
-            store.set("agreed", str(max(counts)))
+            all_issued = [bytes(store.get(f"issued/{rank}")) for rank in range(self.members.count)]
+            store.set("agreed", max(all_issued, key=lambda widths: widths.count(b",") + (widths != b"[]")))
 
     def lost(self, error: BaseException) -> Failure:
         """The store does not answer: its host is gone, and most likely it was a rank of this host."""

@@ -88,10 +88,11 @@ class Exchange:
         self._communicator.wait_until_made(self._board.check)
         with self._on_side() as stream:
             local(stream)
-            whole = bytes_of(arena, self._memory, self._width(number) * self.share.ranks)
-            work = self._board.issue(lambda: self._gather(number, whole))
+            width = share_nbytes(self._used[number], self.share.ranks)
+            whole = bytes_of(arena, self._memory, width * self.share.ranks)
+            work = self._board.issue(width, lambda: self._gather(whole, width))
             self._pending[number] = _Pending(work, whole)
-        self.bytes_received += len(whole) - self._width(number)
+        self.bytes_received += len(whole) - width
 
     def wait(self, number: int, tick: Callable[[], object] | None) -> None:
         """Waits until an arena is whole, for work on the caller's stream.
@@ -122,16 +123,16 @@ class Exchange:
         """
         if self._communicator is None:
             return
-        last = self._board.last_issued() if self._board.failed else self.issued
-        broken = last is None
+        missed = self._board.missed() if self._board.failed else []
+        broken = missed is None
         with contextlib.suppress(RuntimeError, MemoryError):
-            for number in range(self.issued, last or 0):
+            for number, width in enumerate(missed or (), self.issued):
                 # Its arena may not be there, and its bytes are nobody's.
                 whole = torch.empty(
-                    self._width(number) * self.share.ranks, dtype=torch.uint8, device=self._memory.device
+                    width * self.share.ranks, dtype=torch.uint8, device=self._memory.device
                 )
                 with self._on_side():
-                    self._pending[number] = _Pending(self._gather(number, whole), whole)
+                    self._pending[number] = _Pending(self._gather(whole, width), whole)
         deadline = time.monotonic() + self._board.peer_timeout
         for pending in self._pending.values():
             while not pending.work.is_completed() and time.monotonic() < deadline:
@@ -141,11 +142,7 @@ class Exchange:
         # What is still under way keeps its memory by itself.
         self._pending.clear()
 
-    def _width(self, number: int) -> int:
-        return share_nbytes(self._used[number], self.share.ranks)
-
-    def _gather(self, number: int, whole: torch.Tensor) -> Any:
-        width = self._width(number)
+    def _gather(self, whole: torch.Tensor, width: int) -> Any:
         begin = self.share.rank * width
         assert self._communicator is not None
         return self._communicator.gather(whole, whole[begin : begin + width])

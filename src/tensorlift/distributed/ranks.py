@@ -75,6 +75,8 @@ class Ranks:
         self._communicator: Communicator | None = None
         self.schedule: Schedule | None = None
         self.complete = self._ended = False
+        self.held = False
+        """Somebody else will say why an iteration ended early."""
         self.seconds_agreeing = 0.0
 
     def __enter__(self) -> Ranks:
@@ -85,6 +87,8 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends this rank's part."""
+        if self.held and isinstance(error, GeneratorExit):
+            return
         if error is not None or not self.complete:
             self.leave(error)
             return
@@ -97,6 +101,8 @@ class Ranks:
 
     def leave(self, error: BaseException | None) -> None:
         """Ends this rank's part before its time; the others raise PeerError with the reason."""
+        if self._ended:
+            return
         rank = self.members.rank
         if error is None or isinstance(error, GeneratorExit):
             kind, why = "left", "stopped before it had taken all tensors"
@@ -114,8 +120,6 @@ class Ranks:
         self._end()
 
     def _end(self) -> None:
-        if self._ended:
-            return
         self._ended = True
         try:
             if self._exchange is not None:
