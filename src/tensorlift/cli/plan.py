@@ -87,7 +87,7 @@ def _work(checkpoint: Checkpoint, ranks: int, tp: bool) -> Work:
     nbytes = int(checkpoint.sizes.sum())
     if not tp:
         return Work(nbytes, ranks)
-    from tensorlift.plan.shares import tensor_parallel_share  # numpy only now
+    from tensorlift.plan.parallel import tensor_parallel_share  # numpy only now
 
     share = tensor_parallel_share(checkpoint, ranks)
     return Work(nbytes, ranks, own=share.own, own_read=share.read)

@@ -10,7 +10,7 @@ from tensorlift import sources
 from tensorlift.bench.cases import Spec, write_holes
 from tensorlift.bench.geometry import MODELS
 from tensorlift.format.checkpoint import Checkpoint
-from tensorlift.plan.shares import Share, tensor_parallel_share
+from tensorlift.plan.parallel import Share, tensor_parallel_share
 
 PAGE = 4096
 
