@@ -47,7 +47,8 @@ def test_every_option_is_on_the_command_line(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("verb", "usage"),
-    [(verb, "PATH...") for verb in ("load", "show", "digest", "verify", "tune")] + [("doctor", "[PATH]")],
+    [(verb, "PATH...") for verb in ("load", "show", "plan", "digest", "verify", "tune")]
+    + [("doctor", "[PATH]")],
 )
 def test_usage_names_the_path_once(verb: str, usage: str) -> None:
     code, out, _ = run(verb, "--help")

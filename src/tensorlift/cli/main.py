@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tensorlift.cli import bench, digest, doctor, load, show, synth, tune, verify
+from tensorlift.cli import bench, digest, doctor, load, plan, show, synth, tune, verify
 from tensorlift.cli.console import EXIT_CODES
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ app = typer.Typer(
 )
 app.command("load")(load.command)
 app.command("show")(show.command)
+app.command("plan")(plan.command)
 app.command("doctor")(doctor.command)
 app.command("digest")(digest.command)
 app.command("verify")(verify.command)

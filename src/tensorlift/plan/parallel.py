@@ -1,0 +1,82 @@
+"""What one rank of a tensor-parallel group reads of a checkpoint, by a simple rule about names.
+
+    q_proj, k_proj, v_proj, gate_proj, up_proj,     rows (the first dimension): one stretch of the file
+    q_b_proj, kv_b_proj, embed_tokens, lm_head
+    o_proj, down_proj                               columns (the last dimension): a part of every row
+    all others, and what has no such dimension      whole
+
+A part is 1/W of the dimension, rounded up; a dimension below W is not cut. Engines differ in details (key
+heads that fewer than W ranks share, experts that whole ranks own), so this is an estimate. What is read is
+what ``slices`` reads, gaps below a page included, in whole pages as storage gives them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from tensorlift.format import dtypes
+from tensorlift.format.checkpoint import Checkpoint
+from tensorlift.plan.extents import Extents, merge_extents
+from tensorlift.plan.slices import PAGE, slice_tensor
+
+__all__ = ["COLUMNS", "ROWS", "Share", "tensor_parallel_share"]
+
+ROWS = frozenset(
+    ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "embed_tokens", "lm_head")
+)
+COLUMNS = frozenset(("o_proj", "down_proj"))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Bytes of one rank: what it keeps, and what it reads for that."""
+
+    own: int
+    read: int
+
+
+def tensor_parallel_share(checkpoint: Checkpoint, ranks: int) -> Share:
+    """The share of the first rank, which is never smaller than that of another by more than rounding."""
+    own = read = 0
+    for name, shape, code, start, size in zip(
+        checkpoint.names,
+        checkpoint.shapes,
+        checkpoint.dtypes.tolist(),
+        checkpoint.starts.tolist(),
+        checkpoint.sizes.tolist(),
+        strict=True,
+    ):
+        part = _part(_cut(name), shape, dtypes.ALL[code].bits, start % PAGE, ranks)
+        own += size if part is None else part.own
+        read += size if part is None else min(part.read, size)
+    return Share(own, read)
+
+
+def _cut(name: str) -> str:
+    """rows, columns or nothing."""
+    parts = name.split(".")
+    if not COLUMNS.isdisjoint(parts):
+        return "columns"
+    return "" if ROWS.isdisjoint(parts) else "rows"
+
+
+@functools.lru_cache(maxsize=4096)
+def _part(cut: str, shape: tuple[int, ...], bits: int, start: int, ranks: int) -> Share | None:
+    """None where a tensor is read whole; experts share shapes, so few are computed."""
+    wanted_dims = {"rows": (1, 2), "columns": (2,)}.get(cut, ())
+    if ranks == 1 or len(shape) not in wanted_dims or shape[-1] * bits % 8 or 0 in shape:
+        return None
+    # Along the last dimension in bytes: dtypes below a byte have no items of whole bytes.
+    in_bytes = (*shape[:-1], shape[-1] * bits // 8)
+    dim = 0 if cut == "rows" else len(shape) - 1
+    if shape[dim] < ranks:
+        return None
+    part = slice(0, -(-in_bytes[dim] // ranks))
+    blocks = slice_tensor(in_bytes, 1, (part,) if dim == 0 else (slice(None), part)).blocks
+    first = (blocks.starts + start) // PAGE * PAGE
+    last = -(-(blocks.stops + start) // PAGE) * PAGE
+    own = int(np.prod(in_bytes, dtype=np.int64)) // in_bytes[dim] * part.stop
+    return Share(own, merge_extents(Extents(first, last)).nbytes)
