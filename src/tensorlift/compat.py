@@ -16,12 +16,13 @@ import numpy.typing as npt
 import torch
 
 from tensorlift import sources
+from tensorlift.distributed import join
 from tensorlift.engine.digesting import check_built, check_in_memory
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.sizing import size_engine
 from tensorlift.engine.small import LARGEST, SmallReads
 from tensorlift.engine.trace import traced
-from tensorlift.errors import OptionError, RequestError, TensorliftError
+from tensorlift.errors import FileError, MachineError, OptionError, RequestError, TensorliftError
 from tensorlift.format import dtypes
 from tensorlift.loading import LoadedState, load, load_tensors
 from tensorlift.options import LoadOptions
@@ -31,6 +32,7 @@ from tensorlift.plan.slices import slice_tensor
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.transfer import Clock, Transfer
 from tensorlift.tensors.views import Single, sliced
+from tensorlift.weights import read_headers
 
 __all__ = ["TensorSlice", "load_file", "safe_open"]
 
@@ -48,10 +50,19 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
 
     filename: as for loading.load. framework: "pt" (also "torch", "pytorch"). device and options: as for
     loading.load. Headers are read here, data when a tensor or a slice is asked for.
+
+    process_group: as for loading.load. Its ranks compare their files here, and a read that fails on one makes
+    the others' next call raise PeerError. Each reads by itself: random access has no order to exchange in.
     """
 
     def __init__(
-        self, filename: Any, framework: str, device: str | int | torch.device = "cpu", **options: Any
+        self,
+        filename: Any,
+        framework: str,
+        device: str | int | torch.device = "cpu",
+        *,
+        process_group: Any = None,
+        **options: Any,
     ) -> None:
         """Reads and checks the headers."""
         if framework not in _FRAMEWORKS:
@@ -59,13 +70,14 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
                 f"framework is {framework!r}; expected one of {', '.join(_FRAMEWORKS)}, for torch "
                 "(for another framework convert them, or use safetensors itself)"
             )
-        self._options = LoadOptions.resolve(**options)
-        self._memory = memories.for_device(device, private=self._options.own != "tensor")
-        self._checkpoint = sources.read_headers(sources.find(filename))
-        rows = self._checkpoint.select()
-        self._expected = sources.expected_digests(self._checkpoint, rows, self._options, whole=True)
-        if self._expected is not None:
-            check_built()
+        self._ranks, self._options = join(process_group, lambda: LoadOptions.resolve(**options))
+        with self._telling(all_of_it=True):
+            self._memory = memories.for_device(device, private=self._options.own != "tensor")
+            self._checkpoint = read_headers(sources.find(filename), Clock(), self._ranks)
+            rows = self._checkpoint.select()
+            self._expected = sources.expected_digests(self._checkpoint, rows, self._options, whole=True)
+            if self._expected is not None:
+                check_built()
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._files: dict[int, int] = {}
@@ -78,9 +90,31 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         self._check_open()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc: Any) -> None:
         """Closes."""
+        if self._ranks is not None and exc[1] is not None:
+            self._ranks.leave(exc[1])
         self.close()
+
+    def __del__(self) -> None:
+        """The other ranks are told that this one is through."""
+        if getattr(self, "_closed", True) is False and self._ranks is not None:
+            self.close()
+
+    @contextmanager
+    def _telling(self, all_of_it: bool = False) -> Iterator[None]:
+        """Around what may fail: the other ranks learn of it, and theirs comes out here."""
+        if self._ranks is None:
+            yield
+            return
+        self._ranks.check()
+        try:
+            yield
+        except BaseException as error:
+            # A name that is not there is this caller's affair.
+            if all_of_it or isinstance(error, (FileError, MachineError)):
+                self._ranks.leave(error)
+            raise
 
     def __len__(self) -> int:
         """Number of tensors."""
@@ -95,6 +129,8 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
             engine.close()
         if self._small is not None:
             self._small.close()
+        if self._ranks is not None:
+            self._ranks.through()
 
     def keys(self) -> list[str]:
         """Names of the tensors, sorted."""
@@ -115,6 +151,10 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
     def get_tensor(self, name: str) -> torch.Tensor:
         """One tensor, owned. Raises TensorNotFoundError, DtypeError and what reading raises."""
         self._check_open()
+        with self._telling():
+            return self._tensor(name)
+
+    def _tensor(self, name: str) -> torch.Tensor:
         row = self._checkpoint.index(name)
         expected = self._expected
         if expected is not None and not self._is_small(int(self._checkpoint.sizes[row])):
@@ -149,7 +189,7 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
     def get_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, in file order."""
         self._check_open()
-        with traced(self._options.trace) as trace:
+        with self._telling(), traced(self._options.trace) as trace:
             return load_tensors(self._checkpoint, self._memory, self._options, Clock(trace))
 
     def get_slice(self, name: str) -> TensorSlice:
@@ -166,7 +206,7 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         part = slice_tensor(single.shape, single.item_nbytes, index)
         if 0 in part.shape:
             return single.empty(part.shape, self._memory)
-        with self._read(row, part.blocks.starts + single.start, part.block_nbytes) as arena:
+        with self._telling(), self._read(row, part.blocks.starts + single.start, part.block_nbytes) as arena:
             return sliced(single.integers(arena, self._memory), part, single.dtype)
 
     @contextmanager

@@ -182,8 +182,8 @@ def open(
     bytes ahead of the consumer. With ``verify`` a tensor is right when it is handed out: DigestError comes
     before those that were read together with a wrong one.
 
-    With a process group the pass ends on all ranks together: whoever has all its tensors waits for the others,
-    and a rank that stops early has all the others raise PeerError.
+    With a process group the pass ends on all ranks together: whoever has all its tensors waits for the
+    others, and a rank that stops early has all the others raise PeerError.
     """
     ranks, settings = join(process_group, lambda: LoadOptions.resolve(verify=verify, **options))
     with contextlib.ExitStack() as ending:

@@ -1,4 +1,4 @@
-"""A rank that fails, leaves, is killed or was asked for something else: all others raise, soon, and say why."""
+"""A rank that fails, leaves, is killed or was asked for something else: all others say so, soon."""
 
 from __future__ import annotations
 
@@ -106,9 +106,11 @@ def raising(rank: int, path: str, kind: str, how: str) -> Any:
         else:
             take(group, path, fault)
 
-    with pytest.raises((tensorlift.errors.PeerError, ValueError)) if rank != 1 or how in ("raises", "with") else (
-        contextlib.nullcontext()
-    ) as raised:
+    with (
+        pytest.raises((tensorlift.errors.PeerError, ValueError))
+        if rank != 1 or how in ("raises", "with")
+        else (contextlib.nullcontext()) as raised
+    ):
         work()
     return [str(raised.value) if raised else "", usable(group)]
 
@@ -233,7 +235,10 @@ def test_ranks_with_different_files(path: str, tmp_path: Path, what: str) -> Non
     options: list[dict[str, Any]] = [{}, {}, {}]
     other, says = there / "model.safetensors", ""
     if what == "name":
-        other, says = there / "other.safetensors", "rank 0 has model.safetensors, rank 1 has no file of that name"
+        other, says = (
+            there / "other.safetensors",
+            "rank 0 has model.safetensors, rank 1 has no file of that name",
+        )
         shutil.copy(path, other)
     elif what == "size":
         write_safetensors(other, {**rows, "t00": random_row("U8", [32 * KIB], 0)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.util
 import json
 import os
@@ -18,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from support import child
+
+
+# Seconds after which a rank writes down where it is, for the message of a test that waits in vain.
+STUCK = 40
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,11 @@ class Outcome:
 
 
 def run(
-    function: Callable[..., Any], world: int, *arguments: Any, store_on_rank_0: bool = False, seconds: float = 60
+    function: Callable[..., Any],
+    world: int,
+    *arguments: Any,
+    store_on_rank_0: bool = False,
+    seconds: float = 60,
 ) -> list[Outcome]:
     """``function(rank, *arguments)`` in each rank, with torch.distributed initialised.
 
@@ -82,7 +91,8 @@ def _world(
             if pid in pids:
                 rank = pids.pop(pid)
                 answer = Path(folder, str(rank))
-                outcome = json.loads(answer.read_text()) if answer.exists() else {}
+                said = Path(f"{answer}.said")
+                outcome = json.loads(answer.read_text()) if answer.exists() else {"trace": said.read_text()}
                 found[rank] = {"status": os.waitstatus_to_exitcode(status), **outcome}
             elif time.monotonic() > deadline:
                 for left in pids:
@@ -105,7 +115,11 @@ def _rank(
     status = 1
     begin = time.monotonic()
     try:
+        said = os.open(f"{answer}.said", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
         torch.set_num_threads(1)
+        faulthandler.dump_traceback_later(STUCK)
         spec = importlib.util.spec_from_file_location("child_module", file)
         assert spec is not None
         assert spec.loader is not None

@@ -15,7 +15,17 @@ from tensorlift.errors import DisagreementError
 from tensorlift.format.checkpoint import Checkpoint, Shard
 from tensorlift.format.quoting import clean
 
-__all__ = ["SEVERAL", "File", "Request", "Schedule", "agree_on_files", "files_of", "pack", "schedule_of", "unpack"]
+__all__ = [
+    "SEVERAL",
+    "File",
+    "Request",
+    "Schedule",
+    "agree_on_files",
+    "files_of",
+    "pack",
+    "schedule_of",
+    "unpack",
+]
 
 Name = Callable[[int], str]
 
@@ -24,7 +34,7 @@ SEVERAL = "several"
 
 
 class File(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """One file of a checkpoint as all ranks must have it; where it lies and when it was written may differ."""
+    """One file of a checkpoint as all ranks must have it; where it lies and how old it is may differ."""
 
     name: str
     """Without the folder."""
@@ -45,10 +55,10 @@ class Request(msgspec.Struct, frozen=True):
     arena_size: int
     rows: bytes
     """See pack(): which rows it wants whole."""
-    whole_nbytes: int
-    own_nbytes: int
-    """Of parts of tensors."""
+    temporary: bool
+    """The group is made for this load."""
     host: str
+    """Which one; "" where the kernel does not say."""
     cached: float
     """Of the files, 0 to 1; -1 where that is not known."""
 
@@ -63,13 +73,15 @@ class Schedule(msgspec.Struct, frozen=True):
     rows: bytes
     """See pack(): what is exchanged."""
     figures: dict[str, float]
-    """What auto rests on; seconds and bytes."""
+    """What auto rests on: seconds, bytes, bytes a second, shares."""
+    ranks_per_host: int
 
 
 def files_of(checkpoint: Checkpoint) -> list[File]:
     """In the order of the shards."""
     return [
-        File(clean(shard.path.rpartition("/")[2]), shard.nbytes, _digest(shard)) for shard in checkpoint.shards
+        File(clean(shard.path.rpartition("/")[2]), shard.nbytes, _digest(shard))
+        for shard in checkpoint.shards
     ]
 
 
@@ -129,6 +141,7 @@ def schedule_of(
     sizes: npt.NDArray[np.int64],
     name: Name,
     predict: Callable[[Sequence[Request], int], tuple[str, str, dict[str, float]]],
+    ranks_per_host: int,
 ) -> Schedule:
     """What all do, from what each wants; ``sizes``: bytes of all rows.
 
@@ -150,7 +163,8 @@ def schedule_of(
         exchange, why, figures = predict(given, nbytes)
     if exchange == "none":
         common[:] = False
-    return Schedule(exchange, why, min(request.arena_size for request in given), pack(common), figures)
+    arena_size = min(request.arena_size for request in given)
+    return Schedule(exchange, why, arena_size, pack(common), figures, ranks_per_host)
 
 
 def _same(given: Sequence[Request], field: str, name: Name) -> None:

@@ -131,7 +131,7 @@ class Board:
         return len(self._shared.issued)
 
     def missed(self) -> list[int] | None:
-        """Bytes a rank of the gathers that other ranks have issued and this one has not, after which all stop.
+        """Bytes a rank of the gathers that others have issued and this rank has not, after which all stop.
 
         None where a rank is gone, so that they will not end.
         """
@@ -188,8 +188,8 @@ class Board:
         return Failure(
             members.world_ranks[absent[0]],
             "gone",
-            f"{names} did not come to load within join_timeout, {self._join_timeout:g} seconds: every rank of the "
-            "group has to load together, and equally often",
+            f"{names} did not come to load within join_timeout, {self._join_timeout:g} seconds: every rank "
+            "of the group has to load together, and equally often",
         )
 
     def _ask(self, function: Callable[..., Any], *args: object) -> Any:

@@ -1,4 +1,4 @@
-"""The collectives of a load: the caller's group, or one that is made for the load and leaves nothing behind."""
+"""The collectives of a load: the caller's group, or one that is made for the load and ended after it."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tensorlift.distributed.agreement import Schedule
 from tensorlift.distributed.board import Board
 from tensorlift.distributed.communicator import Communicator
 from tensorlift.errors import RanksError
@@ -46,14 +47,15 @@ class Exchange:
         communicator: Communicator | None,
         memory: Memory,
         rows: npt.NDArray[np.bool_],
-        arena_size: int,
+        schedule: Schedule,
     ) -> None:
         """Nothing is gathered yet; no communicator: nothing will be.
 
-        ``rows``: which of the wanted tensors are exchanged; ``arena_size``: capacity of arenas on all ranks.
+        ``rows``: which of the wanted tensors are exchanged.
         """
         self.share = Share(board.members.rank, board.members.count)
-        self.rows, self._arena_size = rows, arena_size
+        self.rows, self._arena_size = rows, schedule.arena_size
+        self.ranks_per_host = schedule.ranks_per_host
         self._board, self._communicator, self._memory = board, communicator, memory
         self._used: list[int] = []
         self._pending: dict[int, _Pending] = {}
@@ -77,9 +79,9 @@ class Exchange:
         """Gathers issued so far."""
         return self._board.issued
 
-    def due(self, arena: int) -> int:
+    def due(self, number: int) -> int:
         """Gathers that are to be issued before this arena is handed out."""
-        return min(arena + 1 + AHEAD, len(self._used))
+        return min(number + 1 + AHEAD, len(self._used))
 
     def issue(self, arena: Arena, local: Callable[[int], None]) -> None:
         """Issues the next gather; ``local(stream)`` makes a stream wait for this rank's share."""
@@ -128,9 +130,7 @@ class Exchange:
         with contextlib.suppress(RuntimeError, MemoryError):
             for number, width in enumerate(missed or (), self.issued):
                 # Its arena may not be there, and its bytes are nobody's.
-                whole = torch.empty(
-                    width * self.share.ranks, dtype=torch.uint8, device=self._memory.device
-                )
+                whole = torch.empty(width * self.share.ranks, dtype=torch.uint8, device=self._memory.device)
                 with self._on_side():
                     self._pending[number] = _Pending(self._gather(whole, width), whole)
         deadline = time.monotonic() + self._board.peer_timeout

@@ -95,8 +95,8 @@ def _check_alone() -> None:
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks.strip() not in ("", "1"):
         raise RequestError(
-            f"process_group='world', and WORLD_SIZE is {ranks}, but torch.distributed is not initialised: call "
-            "torch.distributed.init_process_group() first, or leave process_group out"
+            f"process_group='world', and WORLD_SIZE is {ranks}, but torch.distributed is not initialised: "
+            "call torch.distributed.init_process_group() first, or leave process_group out"
         )
 
 

@@ -39,9 +39,7 @@ __all__ = ["Ranks", "join"]
 PEER_TIMEOUT, JOIN_TIMEOUT = 10.0, 300.0
 
 
-def join(
-    process_group: object, resolve: Callable[[], LoadOptions]
-) -> tuple[Ranks | None, LoadOptions]:
+def join(process_group: object, resolve: Callable[[], LoadOptions]) -> tuple[Ranks | None, LoadOptions]:
     """The ranks of a load and its options, which ``resolve()`` gives; None for this process alone.
 
     The first thing that a load does: whatever fails from here on, the other ranks learn of.
@@ -61,8 +59,8 @@ def join(
 
 
 class Ranks:
-    """A context manager: an exception that leaves it is told to the other ranks, and so is a load that was not
-    ``complete``; a load that was waits for them, and raises PeerError if one of them fails.
+    """A context manager: an exception that leaves it is told to the other ranks, and so is a load that was
+    not ``complete``; one that was waits for them, and raises PeerError if one of them fails.
     """
 
     def __init__(self, members: Members, settings: LoadOptions) -> None:
@@ -116,8 +114,11 @@ class Ranks:
 
     def through(self) -> None:
         """Ends this rank's part without waiting for the others."""
-        self._board.through()
-        self._end()
+        if not self._ended:
+            try:
+                self._board.through()
+            finally:
+                self._end()
 
     def _end(self) -> None:
         self._ended = True
@@ -179,27 +180,33 @@ class Ranks:
         wanted = settings.exchange or "auto"
         if verify and wanted == "gather":
             raise OptionError(
-                "exchange='gather' with verify: digests are of whole tensors as their bytes are read, and a rank "
-                "reads parts of them; leave exchange out, and each rank reads and checks all"
+                "exchange='gather' with verify: digests are of whole tensors as their bytes are read, and a "
+                "rank reads parts of them; leave exchange out, and each rank reads and checks all"
             )
-        own = 0 if parts is None else int(sizes[rows[parts]].sum())
         request = Request(
-            wanted, SEVERAL if several else memory.device.type, verify, settings.own or "arena", arena_size, pack(whole),
-            int(sizes[whole].sum()), own, this_process().host, policy.cached(checkpoint),
-        )  # fmt: skip
+            exchange=wanted,
+            device=SEVERAL if several else memory.device.type,
+            verify=verify,
+            own=settings.own or "arena",
+            arena_size=arena_size,
+            rows=pack(whole),
+            temporary=self.members.temporary,
+            host=this_process().host,
+            cached=policy.cached(checkpoint),
+        )
 
         def decide(given: list[bytes]) -> bytes:
             requests = [msgspec.msgpack.decode(part, type=Request) for part in given]
-            return msgspec.msgpack.encode(schedule_of(requests, sizes, self.members.name, policy.choose))
+            per_host = policy.ranks_per_host(requests)
+            schedule = schedule_of(requests, sizes, self.members.name, policy.choose, per_host)
+            return msgspec.msgpack.encode(schedule)
 
         answer = self._board.agree("work", msgspec.msgpack.encode(request), decide)
         self.schedule = schedule = msgspec.msgpack.decode(answer, type=Schedule)
         if schedule.exchange == "gather":
             self._communicator = Communicator(self.members, memory.device)
         mask = unpack(schedule.rows, len(checkpoint))
-        self._exchange = Exchange(
-            self._board, self._communicator, memory, mask[rows], schedule.arena_size
-        )
+        self._exchange = Exchange(self._board, self._communicator, memory, mask[rows], schedule)
         self.seconds_agreeing += time.perf_counter() - begin
         return self._exchange
 

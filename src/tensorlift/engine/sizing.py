@@ -73,9 +73,12 @@ class Budget:
 
 
 @functools.cache
-def facts_of_this_machine(pci_address: str | None = None) -> Facts:
-    """Facts of the running machine, asked once; on several NUMA nodes those of the PCI device's own."""
-    ranks = machine.local_ranks()
+def facts_of_this_machine(pci_address: str | None = None, ranks: int = 1) -> Facts:
+    """Facts of the running machine, asked once; on several NUMA nodes those of the PCI device's own.
+
+    ``ranks``: processes that share it, as far as the caller knows; the launcher may know of more.
+    """
+    ranks = max(ranks, machine.local_ranks())
     cpus, cache = machine.usable_cpus(ranks=ranks), machine.last_level_cache(ranks=ranks)
     near = frozenset[int]() if pci_address is None else machine.cpus_near(pci_address)
     if near:
@@ -96,14 +99,16 @@ def size_engine(
     device: bool,
     digest: bool = False,
     pci_address: str | None = None,
+    ranks: int = 1,
     facts: Facts | None = None,
 ) -> EngineSize:
     """Decides the engine for a load of ``nbytes`` bytes; ``device``: through pinned slots, not in place;
-    ``digest``: pieces are digested, so a slot holds a whole one; ``pci_address``: of the device, if any.
+    ``digest``: pieces are digested, so a slot holds a whole one; ``pci_address``: of the device, if any;
+    ``ranks``: of this load on this host.
 
     Raises OptionError where explicit sizes do not fit each other.
     """
-    facts = facts_of_this_machine(pci_address) if facts is None else facts
+    facts = facts_of_this_machine(pci_address, ranks) if facts is None else facts
     work = _up(max(nbytes, 1), PAGE)
     most = options.threads or min(facts.cpus, MOST_THREADS)
     # Digests are made by the thread that has read the bytes, of those that it has read whole.

@@ -1,8 +1,8 @@
 """Which part of each arena a rank reads, where several load together.
 
-An arena that is exchanged is cut into as many equal *shares* as there are ranks, each of whole pages; the last
-ones may reach beyond what is used of it, and be empty. The grid lies in the arena, not in the files, so that
-one all-gather in place completes it.
+An arena that is exchanged is cut into as many equal *shares* as there are ranks, each of whole pages; the
+last ones may reach beyond what is used of it, and be empty. The grid lies in the arena, not in the files, so
+that one all-gather in place completes it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tensorlift.stats import LoadStats, merged
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.destinations import Match, Target, match, reach, tensors_of
 from tensorlift.tensors.direct import Direct, check_writable
-from tensorlift.tensors.part import Exchanging
+from tensorlift.tensors.exchanging import Exchanging
 from tensorlift.tensors.running import Tick, both
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 from tensorlift.tensors.views import check_expressible, collector_paused

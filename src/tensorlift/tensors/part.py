@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,27 +14,12 @@ from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.plan import pieces as plan_pieces
 from tensorlift.plan.arenas import Layout, Rules, Wanted, lay_out
-from tensorlift.plan.shares import Share, take_share
+from tensorlift.plan.shares import take_share
+from tensorlift.tensors.exchanging import Exchanging
 from tensorlift.tensors.memory import Arena, Memory
 from tensorlift.tensors.views import Table
 
-__all__ = ["Exchanging", "Part"]
-
-
-class Exchanging(Protocol):
-    """The other ranks of a load, to which the arenas of some tensors go; see distributed/exchange.py."""
-
-    share: Share
-    rows: npt.NDArray[np.bool_]
-
-    def rules(self, rules: Rules) -> Rules: ...
-    def plan(self, used: list[int]) -> None: ...
-    def check(self) -> None: ...
-    @property
-    def issued(self) -> int: ...
-    def due(self, arena: int) -> int: ...
-    def issue(self, arena: Arena, local: Callable[[int], None]) -> None: ...
-    def wait(self, number: int, tick: Callable[[], object] | None) -> None: ...
+__all__ = ["Part"]
 
 
 class Part:

@@ -46,12 +46,21 @@ class Running:
     """
 
     def __init__(
-        self, memory: Memory, options: LoadOptions, nbytes: int, *, trace: Trace | None, digest: bool
+        self,
+        memory: Memory,
+        options: LoadOptions,
+        nbytes: int,
+        *,
+        trace: Trace | None,
+        digest: bool,
+        ranks: int = 1,
     ) -> None:
-        """Makes an engine for about ``nbytes`` bytes, to digest them or not."""
+        """Makes an engine for about ``nbytes`` bytes, to digest them or not; ``ranks``: on this host."""
         self.memory = memory
         device = memory.native_kind != 0
-        size = size_engine(options, nbytes, device=device, digest=digest, pci_address=memory.pci_address)
+        size = size_engine(
+            options, nbytes, device=device, digest=digest, pci_address=memory.pci_address, ranks=ranks
+        )
         self._engine = Engine(
             size,
             memory.native_kind,

@@ -24,8 +24,9 @@ from tensorlift.format.digests import Expected
 from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
 from tensorlift.stats import LoadStats
+from tensorlift.tensors.exchanging import Exchanging
 from tensorlift.tensors.memory import Memory
-from tensorlift.tensors.part import Exchanging, Part
+from tensorlift.tensors.part import Part
 from tensorlift.tensors.running import Running, Tick, both
 from tensorlift.tensors.views import collector_paused
 
@@ -90,11 +91,12 @@ class Transfer(Running):
         self._rules = rules if exchange is None else exchange.rules(rules)
         self._exchange = exchange
         self._parts: list[Part] = []
-        super().__init__(memory, options, nbytes, trace=clock.trace, digest=digest)
+        ranks = 1 if exchange is None else exchange.ranks_per_host
+        super().__init__(memory, options, nbytes, trace=clock.trace, digest=digest, ranks=ranks)
         self._batches: list[tuple[Part, int]] = []
         self._tickets: list[int] = []
         self._pieces = 0
-        self._submitted = self._checked = self._arrived = 0
+        self._submitted = self._checked = self._gathered = self._arrived = 0
         self.held_bytes = self.peak_bytes = 0
 
     @classmethod
@@ -111,9 +113,7 @@ class Transfer(Running):
     ) -> Transfer:
         """One that has all its tensors."""
         nbytes = int(checkpoint.sizes[rows].sum())
-        transfer = cls(
-            memory, options, rules, nbytes, clock, digest=expected is not None, exchange=exchange
-        )
+        transfer = cls(memory, options, rules, nbytes, clock, digest=expected is not None, exchange=exchange)
         try:
             transfer.add(checkpoint, rows, expected)
         except BaseException:
@@ -197,7 +197,10 @@ class Transfer(Running):
                 self._checked += 1
             part, own = self._batches[batch]
             if self._exchange is not None:
-                self._gather(self._exchange, part, own, tick)
+                # One after another, all up to this one: every rank issues them in the same order.
+                while self._gathered <= batch:
+                    self._gather(self._exchange, *self._batches[self._gathered], tick)
+                    self._gathered += 1
                 tick = both(self._exchange.check, tick)
             self._arrive(self._tickets[batch], tick)
             part.used_on(own, self.memory.stream())
