@@ -211,8 +211,10 @@ def test_what_one_rank_wants_it_reads_itself(even: str) -> None:
     found = ranks.values(different_wishes, 2, even)
     for rank, (state, read, received) in enumerate(found):
         assert state == {name: want[name] for name in [f"t{k:02}" for k in range(8 * rank, 8 * rank + 16)]}
-        assert read == (8 + 4) * 64 * KIB
-        assert received == 4 * 64 * KIB
+        # Half of each arena that both want, in whole pages.
+        assert abs(read - (8 + 4) * 64 * KIB) <= 8 * 4 * KIB
+        assert 4 * 64 * KIB <= received <= 8 * (32 + 4) * KIB
+    assert sum(read for _, read, _ in found) == 24 * 64 * KIB
 
 
 def other_order(rank: int, files: list[str]) -> Any:

@@ -20,7 +20,6 @@ from typing import Any
 
 from support import child
 
-
 # Seconds after which a rank writes down where it is, for the message of a test that waits in vain.
 STUCK = 40
 
