@@ -32,7 +32,7 @@ check: $(LIBRARY) $(VENV)/.dev  ## style, types, import directions, sizes, docs 
 	$(BIN)/codespell
 	$(BIN)/python tools/check_tree.py
 	$(BIN)/python tools/settings_page.py --check
-	$(BIN)/python tools/ranks_page.py --check
+	$(BIN)/python tools/prediction_page.py --check
 
 bench: $(LIBRARY) $(VENV)/.dev  ## measure against this machine's ceilings; writes benchmarks/results/
 	$(BIN)/python -m tensorlift.bench $(ARGS)
@@ -46,7 +46,7 @@ format: $(VENV)/.dev  ## rewrite sources in the project's style
 
 docs: $(VENV)/.dev  ## write the generated pages
 	$(BIN)/python tools/settings_page.py
-	$(BIN)/python tools/ranks_page.py
+	$(BIN)/python tools/prediction_page.py
 
 wheel: $(VENV)/.dev  ## build dist/tensorlift-*.whl
 	rm -rf dist build/wheel

@@ -19,6 +19,8 @@ from support import child, seccomp
 from support.checkpoints import random_row, write_raw, write_safetensors, write_sharded
 from tensorlift import errors, sources
 from tensorlift.cli.console import print_error
+from tensorlift.distributed.agreement import File, agree_on_files
+from tensorlift.distributed.board import Failure as BoardFailure
 from tensorlift.engine import abi
 from tensorlift.engine.abi import Status
 from tensorlift.engine.failures import Failure, exception_of
@@ -78,6 +80,14 @@ def no_library() -> None:
     tensorlift.load(good())
 
 
+def ranks_apart() -> None:
+    raise errors.RanksError("the load was closed")
+
+
+def peer_failed() -> None:
+    raise BoardFailure(3, "error", f"rank 3 failed: ReadError: {FILE}: Input/output error").error()
+
+
 def closed_weights() -> None:
     weights = tensorlift.open(good())
     weights.close()
@@ -110,6 +120,11 @@ EXAMPLES: dict[str, Callable[[], object]] = {
     ),
     "LibraryError": no_library,
     "OutOfMemoryError": lambda: abi.library().arena_host(1 << 60),
+    "RanksError": ranks_apart,
+    "DisagreementError": lambda: agree_on_files(
+        [[File(FILE, 8336, "")], [File(FILE, 8344, "")]], lambda rank: f"rank {rank}"
+    ),
+    "PeerError": peer_failed,
     "RequestError": closed_weights,
     "OptionError": lambda: tensorlift.load(good(), chunk_size="5"),
     "DeviceError": lambda: tensorlift.load(good(), device="toaster"),

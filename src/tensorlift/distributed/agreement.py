@@ -154,7 +154,8 @@ def schedule_of(
     for packed in {request.rows for request in given}:
         common &= unpack(packed, len(sizes))
     nbytes = int(sizes[common].sum())
-    exchange, why, figures = given[0].exchange, "asked for", {}
+    exchange, why = given[0].exchange, "asked for"
+    figures: dict[str, float] = {}
     if not nbytes and exchange != "none":
         exchange, why = "none", "no tensor is wanted whole by all ranks"
     elif given[0].device == SEVERAL and exchange != "none":

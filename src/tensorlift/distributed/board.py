@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -71,7 +72,8 @@ class Board:
         if members.rank == 0:
             given = []
             for rank in range(members.count):
-                self._wait(f"{what}/{rank}", lambda rank=rank: self._absent(what, rank) if first else None)
+                late = partial(self._absent, what, rank) if first else _never
+                self._wait(f"{what}/{rank}", late)
                 given.append(bytes(self._ask(store.get, f"{what}/{rank}")))
                 if first:
                     found = bytes(self._ask(store.get, f"join/{rank}"))
@@ -87,11 +89,11 @@ class Board:
                 self._ask(store.delete_key, f"{what}/{rank}")
         elif first:
             # Rank 0 says whom it misses; it alone is looked after until it has said who is there.
-            self._wait("join/0", lambda: self._absent(what, 0))
+            self._wait("join/0", partial(self._absent, what, 0))
             found = bytes(self._ask(store.get, "join/0"))
             self._shared.processes[0] = msgspec.json.decode(found, type=Process)
-            self._wait(what, lambda: self._absent(what, 0), grace=self.peer_timeout)
-        self._wait(what, lambda: None)
+            self._wait(what, partial(self._absent, what, 0), grace=self.peer_timeout)
+        self._wait(what, _never)
         found = bytes(self._ask(store.get, what))
         length = int.from_bytes(found[:8], "big")
         if length:
@@ -156,7 +158,7 @@ class Board:
         self.through()
         if self._ask(store.add, "done", 1) == members.count:
             self._ask(store.set, "all done", b"1")
-        self._wait("all done", lambda: None)
+        self._wait("all done", _never)
 
     def through(self) -> None:
         """Says that this rank is through, and that the end of its process is no failure."""
@@ -307,6 +309,10 @@ def _watch(shared: _Shared, store: Any) -> None:
     except RuntimeError as error:
         if not shared.stop.is_set():
             shared.lost(error)
+
+
+def _never() -> None:
+    """Of a wait that ends with its key or with the load."""
 
 
 def _line(error: BaseException) -> str:

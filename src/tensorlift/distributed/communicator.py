@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from tensorlift.distributed.members import Members
 from tensorlift.errors import DeviceError
@@ -74,8 +75,9 @@ class Communicator:
     def _make(self) -> None:
         begin = time.perf_counter()
         members = self._members
+        backend: Any
         try:
-            store = dist.PrefixStore("group", members.store())
+            store = PrefixStore("group", members.store())
             if self._device.type == "cuda":
                 kind = dist.ProcessGroup.BackendType.NCCL
                 options = dist.ProcessGroupNCCL.Options()

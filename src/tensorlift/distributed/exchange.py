@@ -59,7 +59,8 @@ class Exchange:
         self._board, self._communicator, self._memory = board, communicator, memory
         self._used: list[int] = []
         self._pending: dict[int, _Pending] = {}
-        self._side = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
+        cuda = memory.device.type == "cuda"
+        self._side = torch.cuda.Stream(memory.device) if cuda else None  # type: ignore[no-untyped-call]
         self.bytes_received = 0
 
     def rules(self, rules: Rules) -> Rules:

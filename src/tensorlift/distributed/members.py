@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from tensorlift.errors import RequestError
 
@@ -51,7 +52,7 @@ class Members:
             else dist.distributed_c10d._world.pg_map[group][1]
         )
         own = store.clone() if hasattr(store, "clone") else store
-        return dist.PrefixStore(f"tensorlift/{self.number}", own)
+        return PrefixStore(f"tensorlift/{self.number}", own)
 
 
 _loads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -19,7 +19,7 @@ The model
     which is what half cached loads did (within 2 %, one H200).
 
 Rates are bytes a second of the hardware. What software loses on the way (one thread that reads, a copy too
-many, Python for each tensor) is not in it: docs/ranks.md compares it with figures of several loaders.
+many, Python for each tensor) is not in it: docs/prediction.md compares it with figures of several loaders.
 """
 
 from __future__ import annotations

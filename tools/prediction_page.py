@@ -1,4 +1,4 @@
-"""Writes the tables of docs/ranks.md from the model; with --check says whether they are still true."""
+"""Writes the tables of docs/prediction.md from the model; with --check says whether they are still true."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ranks_rows
 from ranks_rows import Row
 from tensorlift.plan.prediction import DEFAULT_RATES, Costs, Prediction, Rates, Work, predict
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "ranks.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "prediction.md"
 MIB = 1 << 20
 # What storage is planned for at scale: as long as eight ranks take.
 WANTED_SECONDS = 15
@@ -174,7 +174,7 @@ def main(arguments: list[str]) -> int:
     new = page(old)
     if arguments == ["--check"]:
         if old != new:
-            print("docs/ranks.md differs from the model: run make docs", file=sys.stderr)
+            print("docs/prediction.md differs from the model: run make docs", file=sys.stderr)
             return 1
         print("ranks: the page agrees with the model")
         return 0
