@@ -47,6 +47,8 @@ class LoadStats:
     """What was refused and why; each text once, with the first file and how many more."""
     threads: int = 0
     pinned_peak_bytes: int = 0
+    pinned_reused_bytes: int = 0
+    """Of these, kept from a load before (see the setting keep_pinned)."""
     device_peak_bytes: int = 0
     """The most that arenas of this load held at once on the device (host arenas of a CPU load count too)."""
     arenas: int = 0
@@ -85,8 +87,11 @@ class LoadStats:
             lines.append(f"seconds: {', '.join(phases)}")
         readers = [f"{name} {human_bytes(nbytes)}" for name, nbytes in self.readers.items()]
         lines.append(f"read by: {', '.join(readers) or 'nothing'}; threads {self.threads}")
+        kept = (
+            f" ({self.pinned_reused_bytes / 2**20:.1f} MiB from before)" if self.pinned_reused_bytes else ""
+        )
         lines.append(
-            f"memory: pinned {self.pinned_peak_bytes / 2**20:.1f} MiB at most, "
+            f"memory: pinned {self.pinned_peak_bytes / 2**20:.1f} MiB at most{kept}, "
             f"arenas {self.device_peak_bytes / 2**20:.1f} MiB at most"
         )
         lines += [f"fallback: {text}" for text in self.fallbacks]
