@@ -20,8 +20,8 @@ class FakeEngine:
         self._reason = reason
 
     def stats(self) -> Any:
-        names = "direct_bytes_read bounced_bytes copies pinned_peak_bytes pinned_reused_bytes threads slot_wait_ns"
-        zeros = dict.fromkeys(names.split(), 0)
+        counters = "direct_bytes_read bounced_bytes copies threads slot_wait_ns"
+        zeros = dict.fromkeys([*counters.split(), "pinned_peak_bytes", "pinned_reused_bytes"], 0)
         none = [0] * len(PATH_NAMES)
         return SimpleNamespace(reads_by_path=none, bytes_by_path=none, notes=b"", **zeros)
 

@@ -44,7 +44,6 @@ DEVICE_CPU, DEVICE_CUDA, DEVICE_HIP = 0, 1, 2
 OPTION_TRACE, OPTION_WARM, OPTION_KEEP, DIGEST_BYTES = 1, 2, 4, 16
 
 _u8, _u16, _u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
-_Bytes = npt.NDArray[np.uint8]
 _i32, _ptr, _text = ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p
 
 
@@ -271,7 +270,7 @@ class Abi:
         """Makes a stream wait for all copies issued."""
         self._ask("tl_engine_stream_wait", engine, stream)
 
-    def engine_digests(self, engine: Handle, first: int, count: int) -> _Bytes:
+    def engine_digests(self, engine: Handle, first: int, count: int) -> npt.NDArray[np.uint8]:
         """(count, 16) bytes: the digests of landed pieces, zeros where none was asked for."""
         digests = np.zeros((count, DIGEST_BYTES), np.uint8)
         self._ask("tl_engine_digests", engine, first, count, digests.ctypes.data)
