@@ -151,37 +151,6 @@ TEST(drain_nothing_is_written_after_destroy) {
     }
 }
 
-TEST(drain_a_kept_ring_is_filled_by_the_next_engine_after_the_copies_of_the_last) {
-    Fixture f;
-    for (const int kind : kDevices) {
-        const StandIn &device = standin(kind);
-        device.set_copy_delay_us(kLate);
-        const Bytes other = random_bytes(kBytes, 2);
-        write_file(f.folder.file("other"), other);
-        Bytes first(kBytes, kCanary), second(kBytes, kCanary);
-        tl_options options = options_for(kind);
-        options.pinned_bytes = 16 * options.slot_bytes;
-        options.flags = TL_OPTION_KEEP;
-        {
-            Engine engine(options);
-            engine.submit({f.whole(first, engine.add(f.path(), kBytes))});
-            REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
-        }
-        {
-            Engine engine(options);
-            engine.submit({f.whole(second, engine.add(f.folder.file("other"), kBytes))});
-            REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
-        }
-        std::uint64_t nbytes = 0;
-        REQUIRE_EQ(tl_pinned_release(&nbytes, nullptr), TL_OK);
-        device.drain();
-        REQUIRE(nbytes > 0);
-        REQUIRE(first == f.content);
-        REQUIRE(second == other);
-        device.require_clean();
-    }
-}
-
 TEST(drain_covers_copies_whose_event_failed) {
     // Such a copy is in the stream, but no event tells when it is over.
     Fixture f;

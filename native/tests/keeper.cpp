@@ -39,7 +39,7 @@ std::uint64_t release() {
 struct Source {
     Folder folder;
     Bytes content;
-    explicit Source(std::size_t nbytes = 4 * kMiB) : content(random_bytes(nbytes, 5)) {
+    explicit Source(std::size_t nbytes = 4 * kMiB) : content(random_bytes(nbytes, nbytes)) {
         write_file(folder.file("data"), content);
     }
 
@@ -230,6 +230,26 @@ TEST(what_a_failed_driver_may_still_read_is_not_kept) {
             device.require_clean();
             REQUIRE_EQ(release(), 0u);
         }
+    }
+}
+
+TEST(the_next_engine_does_not_fill_what_is_still_copied) {
+    const Source one, two(3 * kMiB);
+    for (const int kind : kDevices) {
+        const StandIn &device = standin(kind);
+        device.set_copy_delay_us(5000);  // longer than refilling a slot takes
+        const tl_options options = keeping(kind, 16);
+        Bytes first(one.content.size(), kCanary), second(two.content.size(), kCanary);
+        for (const auto &[source, memory] : {std::pair(&one, &first), std::pair(&two, &second)}) {
+            Engine engine(options);
+            REQUIRE_EQ(source->start(engine, *memory), TL_OK);
+            REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);  // issued, not yet moved
+        }
+        device.drain();
+        REQUIRE(first == one.content);
+        REQUIRE(second == two.content);
+        REQUIRE(release() > 0);
+        device.require_clean();
     }
 }
 
