@@ -30,7 +30,7 @@ extern "C" {
 #endif
 
 /* Raised with every change of a structure or a meaning. */
-#define TL_ABI_VERSION 2u
+#define TL_ABI_VERSION 3u
 
 typedef enum tl_status {
     TL_OK = 0,
@@ -118,6 +118,10 @@ typedef struct tl_options {
 #define TL_OPTION_TRACE 1u
 /* Start the threads and have the ring made at once, while the caller still reads headers. */
 #define TL_OPTION_WARM 2u
+/* Keep the pinned ring for later engines of the device, until tl_pinned_release; at most one a device, the larger. One
+ * that is kept is used, and kept again, by every engine whose slots are no larger and no more; an engine that wants more
+ * gives it back and makes its own. Not kept where a driver's call failed or memory could not be pinned. */
+#define TL_OPTION_KEEP 4u
 
 /* One contiguous copy from a file to memory. */
 typedef struct tl_piece {
@@ -146,6 +150,7 @@ typedef struct tl_stats {
     uint64_t copies;            /* copies issued to the device */
     uint64_t pinned_bytes;      /* pinned host memory held now */
     uint64_t pinned_peak_bytes;
+    uint64_t pinned_reused_bytes; /* of these, kept from an engine before */
     uint64_t slot_wait_ns; /* summed over threads: time in which no slot was free (the device is the limit) */
     uint32_t threads;      /* threads started, all kinds */
     uint32_t open_files;
@@ -181,6 +186,11 @@ TL_API tl_status tl_driver_probe(int32_t device_kind, int32_t *device_count, tl_
  * the driver has to be initialised by the caller and its primary context to exist (torch does both). Freed by
  * tl_engine_destroy. Blocks. */
 TL_API tl_status tl_engine_create(const tl_options *options, tl_engine **engine, tl_error *error);
+
+/* Gives back the rings that TL_OPTION_KEEP has kept, of all devices, and the devices' contexts that they hold; their bytes
+ * in *nbytes. Rings of engines at work are not kept when these end. What is not released goes with the process. A child
+ * made by fork() has none of its parent's. Blocks. */
+TL_API tl_status tl_pinned_release(uint64_t *nbytes, tl_error *error);
 
 /* Names a file for pieces. It is opened at its first read and closed when no submitted piece is left of it. If inode is
  * not 0, the file opened then must be (device, inode); nbytes is its expected size. path is kept as a copy. */

@@ -5,6 +5,7 @@
 #include "arena.hpp"
 #include "backends.hpp"
 #include "engine.hpp"
+#include "keeper.hpp"
 #include "shim/driver.hpp"
 
 struct tl_engine {
@@ -106,6 +107,14 @@ tl_status tl_engine_create(const tl_options *options, tl_engine **engine, tl_err
         auto made = std::make_unique<tl_engine>(*options);
         if (Failure f = made->engine.start()) return f;
         *engine = made.release();
+        return {};
+    });
+}
+
+tl_status tl_pinned_release(uint64_t *nbytes, tl_error *error) {
+    return guarded(error, [&]() -> Failure {
+        if (!nbytes) return failure(TL_ERR_ARGUMENT, "no place for the number of bytes");
+        *nbytes = tl::release_rings();
         return {};
     });
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "keeper.hpp"
 #include "straight.hpp"
 
 namespace tl {
@@ -47,7 +48,7 @@ Failure Engine::start() {
     retained_ = true;
     Bound bound(driver_, o.device_index);
     if (bound.failure()) return bound.failure();
-    ring_ = std::make_unique<Ring>(driver_, o.slot_bytes, o.pinned_bytes);
+    ring_ = take_ring(driver_, o.device_index, o.slot_bytes, o.pinned_bytes);
     // The first at the end: it is taken first, and a small load makes no other.
     for (uint64_t k = ring_->count(); k-- > 0;) free_places_.push_back(k);
     copier_ = std::make_unique<Copier>(driver_, ring_->count(),
@@ -294,6 +295,7 @@ Failure Engine::stream_wait(Stream consumer) {
 void Engine::failed(const Failure &failure) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_) failure_ = failure;
+    if (failure.status == TL_ERR_DRIVER) driver_failed_ = true;
     stopping_.store(true, std::memory_order_release);
     work_cv_.notify_all();
     done_cv_.notify_all();
@@ -329,11 +331,19 @@ Failure Engine::close() {
             Failure f = copier_->stop();
             if (!first) first = f;
         }
-        if (ring_) ring_->release();
+        if (ring_) end_ring(!first);
         driver_->release(options_.device_index);
     }
     files_.clear();
     return first;
+}
+
+// A ring that came from the keeper goes back there. quiet: all copies are known to be over; what a driver that failed may
+// read still is not for others.
+void Engine::end_ring(bool quiet) {
+    const bool wanted = (options_.flags & TL_OPTION_KEEP) || ring_->reused_bytes() > 0;
+    if (wanted && quiet && !driver_failed_) return keep_ring(std::move(ring_));
+    ring_->release();
 }
 
 }  // namespace tl

@@ -125,6 +125,7 @@ private:
     void advance_landed();
     void retire();
     void add_note(const std::string &note);
+    void end_ring(bool quiet);
 
     const tl_options options_;
     const bool device_;
@@ -161,6 +162,7 @@ private:
 
     std::atomic<uint64_t> landed_{0};
     std::atomic<bool> stopping_{false};
+    std::atomic<bool> driver_failed_{false};
     bool closed_ = false;
 
     std::mutex deep_mutex_;  // guards making the deep readers; of other locks only theirs is taken under it

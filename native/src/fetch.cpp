@@ -340,6 +340,7 @@ void Engine::stats(tl_stats *stats) {
     stats->slot_wait_ns = slot_wait_ns_;
     stats->pinned_bytes = ring_ ? ring_->pinned_bytes() : 0;
     stats->pinned_peak_bytes = ring_ ? ring_->pinned_peak_bytes() : 0;
+    stats->pinned_reused_bytes = ring_ ? ring_->reused_bytes() : 0;
     uint32_t threads = copier_runs_ ? 1 : 0;
     {
         std::lock_guard<std::mutex> lock(deep_mutex_);

@@ -5,15 +5,39 @@
 #include <algorithm>
 
 namespace tl {
+namespace {
 
-Ring::Ring(Driver *driver, uint64_t slot_bytes, uint64_t pinned_bytes)
+uint64_t stride_of(uint64_t slot_bytes) {
+    return round_up(slot_bytes, kPage) + kPage;
+}
+
+uint64_t count_of(uint64_t slot_bytes, uint64_t pinned_bytes) {
+    return std::max<uint64_t>(2, pinned_bytes / slot_bytes);
+}
+
+}  // namespace
+
+Ring::Ring(Driver *driver, int device, uint64_t slot_bytes, uint64_t pinned_bytes)
     : driver_(driver),
-      stride_(round_up(slot_bytes, kPage) + kPage),
-      count_(std::max<uint64_t>(2, pinned_bytes / slot_bytes)),
+      device_(device),
+      stride_(stride_of(slot_bytes)),
+      count_(count_of(slot_bytes, pinned_bytes)),
+      used_(count_),
       entries_(std::make_unique<Entry[]>(count_)) {}
 
 Ring::~Ring() {
     release();
+}
+
+// Slots are not cut anew: each is registered by itself, and a copy must not cross into another registration.
+bool Ring::begin_again(uint64_t slot_bytes, uint64_t pinned_bytes) {
+    const uint64_t wanted = count_of(slot_bytes, pinned_bytes);
+    if (stride_of(slot_bytes) > stride_ || wanted > count_) return false;
+    used_ = wanted;
+    next_ = 0;
+    reused_ = pinned_;
+    pinned_peak_ = reused_;
+    return true;
 }
 
 char *Ring::prepare(uint64_t k, std::string *note) {
@@ -27,6 +51,8 @@ char *Ring::prepare(uint64_t k, std::string *note) {
             if (map == MAP_FAILED) return nullptr;
             memory_ = static_cast<char *>(map);
             madvise(memory_, count_ * stride_, MADV_HUGEPAGE);
+            // A fork() would make us write to copies of the pages, while the device goes on to read the old ones.
+            madvise(memory_, count_ * stride_, MADV_DONTFORK);
         }
     }
     std::lock_guard<std::mutex> lock(entry.mutex);

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
-#include <vector>
+#include <utility>
 
 #include "shim/driver.hpp"
 
@@ -14,18 +14,25 @@ namespace tl {
 class Ring {
 public:
     // As many slots as pinned_bytes holds, at least two, and a page more for each.
-    Ring(Driver *driver, uint64_t slot_bytes, uint64_t pinned_bytes);
+    Ring(Driver *driver, int device, uint64_t slot_bytes, uint64_t pinned_bytes);
     ~Ring();
     Ring(const Ring &) = delete;
     Ring &operator=(const Ring &) = delete;
 
+    // For another engine: whether the slots are as large and as many as it wants; it then has so many of them, as they are.
+    bool begin_again(uint64_t slot_bytes, uint64_t pinned_bytes);
+
+    std::pair<Driver *, int> device() const {
+        return {driver_, device_};
+    }
+    // Of the slots that the engine uses.
     uint64_t count() const {
-        return count_;
+        return used_;
     }
 
     // A slot that nobody has begun to make yet, once each; false when there is none left.
     bool claim(uint64_t *k) {
-        return next_.load(std::memory_order_relaxed) < count_ && (*k = next_.fetch_add(1)) < count_;
+        return next_.load(std::memory_order_relaxed) < used_ && (*k = next_.fetch_add(1)) < used_;
     }
 
     // The memory of slot k, ready to be filled. A registration that is refused leaves it pageable (slower, still right):
@@ -41,6 +48,15 @@ public:
     uint64_t pinned_peak_bytes() const {
         return pinned_peak_.load();
     }
+    // What was pinned already when this engine began.
+    uint64_t reused_bytes() const {
+        return reused_;
+    }
+    bool refused() const {
+        return refused_.load();
+    }
+
+    uint64_t releases = 0;  // the keeper's, when the ring was taken
 
 private:
     struct Entry {
@@ -50,8 +66,11 @@ private:
     };
 
     Driver *driver_;
+    int device_;
     uint64_t stride_;  // a slot, and room to shift its content within a page
     uint64_t count_;
+    uint64_t used_;
+    uint64_t reused_ = 0;
     std::unique_ptr<Entry[]> entries_;
     std::atomic<uint64_t> next_{0};  // to be claimed
     std::mutex mutex_;               // guards mapping

@@ -92,6 +92,7 @@ static void print_layout_of_answers(void) {
     FIELD(tl_stats, copies);
     FIELD(tl_stats, pinned_bytes);
     FIELD(tl_stats, pinned_peak_bytes);
+    FIELD(tl_stats, pinned_reused_bytes);
     FIELD(tl_stats, slot_wait_ns);
     FIELD(tl_stats, threads);
     FIELD(tl_stats, open_files);
@@ -120,7 +121,7 @@ static void layout_is_packed_as_documented(void) {
     CHECK(sizeof(tl_options) == 256);
     CHECK(offsetof(tl_options, backends) == 52);
     CHECK(sizeof(tl_piece) == 32);
-    CHECK(sizeof(tl_stats) == 704);
+    CHECK(sizeof(tl_stats) == 712);
     CHECK(sizeof(tl_trace_event) == 48);
     CHECK(sizeof(tl_file_info) == 560);
 }
@@ -231,6 +232,13 @@ static void bytes_arrive(const char *path, const unsigned char *content, size_t 
     free(memory);
 }
 
+static void nothing_is_kept_without_a_device(void) {
+    tl_error error = new_error();
+    uint64_t nbytes = 1;
+    CHECK(tl_pinned_release(NULL, &error) == TL_ERR_ARGUMENT);
+    CHECK(tl_pinned_release(&nbytes, &error) == TL_OK && nbytes == 0);
+}
+
 static void arenas_are_counted(void) {
     tl_error error = new_error();
     tl_arena *arena = NULL;
@@ -275,6 +283,7 @@ int main(int argc, char **argv) {
     wrong_arguments_are_refused(path);
     bytes_arrive(path, content, SIZE);
     arenas_are_counted();
+    nothing_is_kept_without_a_device();
     unlink(path);
     printf("%s\n", failures ? "FAILED" : "ok");
     return failures != 0;

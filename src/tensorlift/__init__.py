@@ -40,6 +40,7 @@ from tensorlift.stats import LoadStats
 
 if TYPE_CHECKING:
     from tensorlift.compat import load_file, safe_open
+    from tensorlift.engine.engine import release_pinned
     from tensorlift.loading import load, load_into, open  # noqa: A004 - its public name
     from tensorlift.tensors.memory import record_stream
     from tensorlift.weights import Weights
@@ -73,6 +74,7 @@ __all__ = [
     "load_into",
     "open",
     "record_stream",
+    "release_pinned",
     "safe_open",
 ]
 
@@ -83,6 +85,7 @@ _LATER = {
     "load_into": "loading",
     "open": "loading",
     "record_stream": "tensors.memory",
+    "release_pinned": "engine.engine",
     "safe_open": "compat",
 }
 

@@ -258,7 +258,8 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         size = size_engine(
             self._options, nbytes, device=memory.native_kind != 0, pci_address=memory.pci_address
         )
-        return Engine(size, memory.native_kind, memory.native_index)
+        keep = bool(self._options.keep_pinned)
+        return Engine(size, memory.native_kind, memory.native_index, keep=keep)
 
     def _engine_for(self, row: int, nbytes: int) -> tuple[Engine, int]:
         """The engine, made for the largest tensor at the first call, and its index of the tensor's file."""

@@ -116,6 +116,14 @@ def _parse_seconds(value: object, name: str) -> float:
     return float(seconds)
 
 
+def _parse_switch(value: object, name: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in _WORDS:
+        return _WORDS[value.strip().lower()]
+    raise OptionError(f"{name} is {value!r}; expected true or false")
+
+
 def _parse_progress(value: object, name: str) -> bool | Progress:
     if isinstance(value, str):
         if value.strip().lower() in _WORDS:
@@ -223,6 +231,14 @@ class LoadOptions:
         "bytes",
         "128 MiB, at most half of the last-level cache that our CPUs reach and what the work needs",
         "Pinned host memory: the ring, at least two slots, and a page a slot on top. Not used on a CPU.",
+    )
+    keep_pinned: bool | None = _setting(
+        _parse_switch,
+        "true, or false",
+        "false",
+        "Leave the ring pinned for later loads of this process to the same device, until "
+        "tensorlift.release_pinned(). Any load whose slots are no larger and no more takes what is kept and "
+        "leaves it; one that wants more gives it back first. At most one ring a device, the larger, is kept.",
     )
     arena_size: int | None = _setting(
         parse_size,

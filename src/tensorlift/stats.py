@@ -48,6 +48,8 @@ class LoadStats:
     """What was refused and why; each text once, with the first file and how many more."""
     threads: int = 0
     pinned_peak_bytes: int = 0
+    pinned_reused_bytes: int = 0
+    """Of these, kept from a load before (see the setting keep_pinned)."""
     device_peak_bytes: int = 0
     """The most that arenas of this load held at once on the device (host arenas of a CPU load count too)."""
     arenas: int = 0
@@ -99,8 +101,11 @@ class LoadStats:
             why = f" ({self.exchange_reason})" if self.exchange_reason else ""
             received = human_bytes(self.received_bytes)
             lines.append(f"ranks: {self.ranks}, exchange {self.exchange}{why}, received {received}")
+        kept = (
+            f" ({self.pinned_reused_bytes / 2**20:.1f} MiB from before)" if self.pinned_reused_bytes else ""
+        )
         lines.append(
-            f"memory: pinned {self.pinned_peak_bytes / 2**20:.1f} MiB at most, "
+            f"memory: pinned {self.pinned_peak_bytes / 2**20:.1f} MiB at most{kept}, "
             f"arenas {self.device_peak_bytes / 2**20:.1f} MiB at most"
         )
         lines += [f"fallback: {text}" for text in self.fallbacks]

@@ -20,10 +20,8 @@ class FakeEngine:
         self._reason = reason
 
     def stats(self) -> Any:
-        zeros = dict.fromkeys(
-            ["direct_bytes_read", "bounced_bytes", "copies", "pinned_peak_bytes", "threads", "slot_wait_ns"],
-            0,
-        )
+        counters = "direct_bytes_read bounced_bytes copies threads slot_wait_ns"
+        zeros = dict.fromkeys([*counters.split(), "pinned_peak_bytes", "pinned_reused_bytes"], 0)
         none = [0] * len(PATH_NAMES)
         return SimpleNamespace(reads_by_path=none, bytes_by_path=none, notes=b"", **zeros)
 

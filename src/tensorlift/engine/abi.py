@@ -38,13 +38,12 @@ __all__ = [
     "pread",
 ]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 BACKEND_CODES = {name: code for code, name in enumerate(BACKENDS)}
 DEVICE_CPU, DEVICE_CUDA, DEVICE_HIP = 0, 1, 2
-OPTION_TRACE, OPTION_WARM, DIGEST_BYTES = 1, 2, 16
+OPTION_TRACE, OPTION_WARM, OPTION_KEEP, DIGEST_BYTES = 1, 2, 4, 16
 
 _u8, _u16, _u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
-_Bytes = npt.NDArray[np.uint8]
 _i32, _ptr, _text = ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p
 
 
@@ -109,7 +108,8 @@ class Stats(_Structure):
     _fields_ = [
         *_each(_u32, "struct_size reserved"),
         *_each(_u64 * len(PATH_NAMES), "bytes_by_path reads_by_path"),
-        *_each(_u64, "direct_bytes_read bounced_bytes copies pinned_bytes pinned_peak_bytes slot_wait_ns"),
+        *_each(_u64, "direct_bytes_read bounced_bytes copies"),
+        *_each(_u64, "pinned_bytes pinned_peak_bytes pinned_reused_bytes slot_wait_ns"),
         *_each(_u32, "threads open_files"),
         ("notes", ctypes.c_char * 512),
     ]
@@ -148,6 +148,7 @@ class CapsuleSpec(NamedTuple):
 _CAPSULE_TYPES = ("u8", "u1", "u1", "u2", "i4", "i8")
 
 _ERROR = ctypes.POINTER(Error)
+_ARENA = ctypes.POINTER(_ptr), ctypes.POINTER(_u64)
 # name -> (result, arguments, blocks)
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
     "tl_abi_version": (_u32, (), False),
@@ -155,6 +156,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
     "tl_backend_probe": (_i32, (_u32, _text, _ERROR), True),
     "tl_driver_probe": (_i32, (_i32, ctypes.POINTER(_i32), _ERROR), True),
     "tl_engine_create": (_i32, (ctypes.POINTER(Options), ctypes.POINTER(_ptr), _ERROR), True),
+    "tl_pinned_release": (_i32, (ctypes.POINTER(_u64), _ERROR), True),
     "tl_engine_add_file": (_i32, (_ptr, _text, _u64, _u64, _u64, ctypes.POINTER(_i32), _ERROR), False),
     "tl_engine_submit": (_i32, (_ptr, _ptr, _u64, _u64, ctypes.POINTER(_u64), _ERROR), False),
     "tl_engine_landed": (ctypes.POINTER(_u64), (_ptr,), False),
@@ -170,20 +172,12 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
     "tl_header_scan": (_ptr, (_text, _u64, _text, _ptr, _ptr, _ptr), True),
     "tl_header_lists": (ctypes.py_object, (_ptr, _ptr, _ptr, _ptr, _ptr), False),
     "tl_header_free": (None, (_ptr,), False),
-    "tl_arena_host": (_i32, (_u64, ctypes.POINTER(_ptr), ctypes.POINTER(_u64), _ERROR), False),
-    "tl_arena_adopt": (
-        _i32,
-        (_ptr, _i32, _i32, _u64, ctypes.POINTER(_ptr), ctypes.POINTER(_u64), _ERROR),
-        False,
-    ),
+    "tl_arena_host": (_i32, (_u64, *_ARENA, _ERROR), False),
+    "tl_arena_adopt": (_i32, (_ptr, _i32, _i32, _u64, *_ARENA, _ERROR), False),
     "tl_arena_record_stream": (_i32, (_u64, _u64, _ERROR), False),
     "tl_arena_release": (None, (_ptr,), False),
     "tl_arena_live": (_u64, (), False),
-    "tl_arena_capsules": (
-        ctypes.py_object,
-        (_ptr, _u64, _u64, _ptr, _ptr, _ptr, _ptr, _ptr, _ptr, _i32, _i32),
-        False,
-    ),
+    "tl_arena_capsules": (ctypes.py_object, (_ptr, _u64, _u64, *[_ptr] * 6, _i32, _i32), False),
 }
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -276,7 +270,7 @@ class Abi:
         """Makes a stream wait for all copies issued."""
         self._ask("tl_engine_stream_wait", engine, stream)
 
-    def engine_digests(self, engine: Handle, first: int, count: int) -> _Bytes:
+    def engine_digests(self, engine: Handle, first: int, count: int) -> npt.NDArray[np.uint8]:
         """(count, 16) bytes: the digests of landed pieces, zeros where none was asked for."""
         digests = np.zeros((count, DIGEST_BYTES), np.uint8)
         self._ask("tl_engine_digests", engine, first, count, digests.ctypes.data)
@@ -312,6 +306,12 @@ class Abi:
         # No call comes between these, so that no signal's handler does: the engine is freed once, and surely.
         address, engine.value = engine.value, None
         destroy(address, error)
+
+    def pinned_release(self) -> int:
+        """Bytes of the rings that were kept, and are given back now. Blocks."""
+        nbytes = _u64()
+        self._ask("tl_pinned_release", ctypes.byref(nbytes))
+        return nbytes.value
 
     def arena_host(self, nbytes: int) -> tuple[int, int]:
         """(arena, address) of fresh host memory, zero filled, at a multiple of 64; of 4096 from 64 KiB on."""

@@ -25,7 +25,7 @@ from tensorlift.errors import RequestError, TensorliftError
 from tensorlift.format.checkpoint import Shard
 from tensorlift.plan.pieces import PIECE
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "release_pinned"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,10 +45,12 @@ class Engine:
         *,
         trace: bool = False,
         warm: bool = False,
+        keep: bool = False,
     ) -> None:
         """Creates the engine; no thread starts and nothing is pinned before the first piece, unless ``warm``.
 
-        ``trace``: keep what each thread does when, for trace().
+        ``trace``: keep what each thread does when, for trace(). ``keep``: leave the pinned ring to later
+        engines of the device, until release_pinned().
         Raises LibraryError, DriverError, MachineError.
         """
         self._abi = abi.library()
@@ -71,7 +73,7 @@ class Engine:
             threads=size.threads,
             io_depth=size.io_depth,
             backend_count=len(size.backends),
-            flags=abi.OPTION_TRACE * trace | abi.OPTION_WARM * warm,
+            flags=abi.OPTION_TRACE * trace | abi.OPTION_WARM * warm | abi.OPTION_KEEP * keep,
         )
         for at, name in enumerate(size.backends):
             options.backends[at] = abi.BACKEND_CODES[name]
@@ -221,6 +223,14 @@ class Engine:
         numbers = (error.os_errno, error.driver_code, error.offset, error.wanted, error.got)
         shard = self._shards[error.file] if 0 <= error.file < len(self._shards) else None
         return exception_of(Failure(refused.status, error.text, *numbers), shard)
+
+
+def release_pinned() -> int:
+    """Gives back the pinned memory that loads with ``keep_pinned`` have left, of all devices; its bytes.
+
+    What loads under way have pinned is given back when they end, whatever they were told. From any thread.
+    """
+    return abi.library().pinned_release()
 
 
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()

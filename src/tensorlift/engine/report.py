@@ -29,6 +29,7 @@ class EngineReport:
     bounced_bytes: int = 0
     copies: int = 0
     pinned_peak_bytes: int = 0
+    pinned_reused_bytes: int = 0
     threads: int = 0
     slot_wait_seconds: float = 0.0
 
@@ -62,6 +63,7 @@ class EngineReport:
             fallbacks=self.fallbacks,
             threads=self.threads,
             pinned_peak_bytes=self.pinned_peak_bytes,
+            pinned_reused_bytes=self.pinned_reused_bytes,
             device_peak_bytes=device_peak_bytes,
             arenas=arenas,
             copies=self.copies,
@@ -103,6 +105,7 @@ def report_of(engine: Engine, *, log: bool = False) -> EngineReport:
         bounced_bytes=int(stats.bounced_bytes),
         copies=int(stats.copies),
         pinned_peak_bytes=int(stats.pinned_peak_bytes),
+        pinned_reused_bytes=int(stats.pinned_reused_bytes),
         threads=int(stats.threads),
         slot_wait_seconds=stats.slot_wait_ns / 1e9,
     )

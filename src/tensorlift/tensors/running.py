@@ -67,6 +67,7 @@ class Running:
             memory.native_index,
             trace=trace is not None,
             warm=device and nbytes >= _WORTH_WARMING,
+            keep=bool(options.keep_pinned),
         )
         self._trace = trace
         self._report = EngineReport()
