@@ -11,6 +11,7 @@
 namespace {
 
 constexpr const char *kCodes = "BOOL F4 U8 BF16 F32 ";
+constexpr std::uint8_t kBits[] = {8, 4, 8, 16, 32};
 
 const std::string kGood =
     R"({"__metadata__": {"format": "pt", "more": "{\"a\": 1}"},)"
@@ -27,10 +28,13 @@ Found scan(const std::string &text) {
     std::unique_ptr<char[]> copy(new char[text.size()]);
     std::memcpy(copy.get(), text.data(), text.size());
     Found found;
-    tl_header *header =
-        tl_header_scan(copy.get(), text.size(), kCodes, &found.count, &found.begin, &found.end);
-    found.plain = header != nullptr;
-    tl_header_free(header);
+    std::uint64_t facts[TL_HEADER_FACTS] = {};
+    tl_header_scan(copy.get(), text.size(), kCodes, kBits, facts);
+    found.plain = facts[TL_HEADER_PLAIN] != 0;
+    found.count = facts[TL_HEADER_COUNT];
+    found.begin = facts[TL_HEADER_METADATA_BEGIN];
+    found.end = facts[TL_HEADER_METADATA_END];
+    tl_header_free(reinterpret_cast<tl_header *>(facts[TL_HEADER_HANDLE]));
     return found;
 }
 
