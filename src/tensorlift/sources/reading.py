@@ -22,8 +22,8 @@ __all__ = ["read_headers", "read_headers_in_parts"]
 # network mount and stay far below any limit of open files.
 _THREADS = 8
 _FIRST_READ = 64 << 10  # bytes, as in the library
-# Bytes of files that are laid out together once reading has begun: some 20 ms of a fast link, against about
-# one that a part costs.
+# Least bytes of files that are laid out together once reading has begun: some 20 ms of a fast link, against
+# about one that a part costs.
 _PART_BYTES = 1 << 30
 
 
@@ -46,7 +46,7 @@ def read_headers_in_parts(found: Found) -> Generator[Checkpoint, None, None]:
     some: list[Shard] = []
     seen: set[tuple[int, int]] = set()
     members = found.members
-    begin, wanted, held = 0, 0, 0
+    begin, wanted, held, total = 0, 0, 0, 0
     for at, read in enumerate(_read_all(found.files)):
         shard = _parsed(*read)
         # Without an index two names may mean one file.
@@ -60,8 +60,10 @@ def read_headers_in_parts(found: Found) -> Generator[Checkpoint, None, None]:
             if is_last:
                 check_together(parts, found.where, found.weight_map, members)
             yield parts[-1]
-            # At first the smallest part, so that reading begins; then few, for each costs a little.
-            some, begin, wanted, held = [], at + 1, _PART_BYTES, 0
+            # At first the smallest part, so that reading begins; then few, for each costs a little: as much
+            # as is being read already.
+            total += held
+            some, begin, wanted, held = [], at + 1, max(_PART_BYTES, total), 0
 
 
 class _Read(NamedTuple):

@@ -13,7 +13,7 @@ from tensorlift.engine.digesting import Checks
 from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.plan import pieces as plan_pieces
-from tensorlift.plan.arenas import Layout, Rules, Wanted, lay_out
+from tensorlift.plan.arenas import Rules, Wanted, lay_out
 from tensorlift.tensors.memory import Arena, Memory
 from tensorlift.tensors.views import Table
 
@@ -36,13 +36,26 @@ class Part:
         edges = np.arange(layout.batch_count + 1)
         self.batch_edges: list[int] = np.searchsorted(layout.batches, edges).tolist()
         self._run_edges: list[int] = np.searchsorted(layout.run_batch, edges).tolist()
-        self._last_use = _last_use(layout)
-        self._first_arenas = _arenas_begun(layout)
+        self._arena_of = [-1] * layout.batch_count
+        self._first_arenas: list[list[int]] = [[] for _ in range(layout.batch_count)]
+        self._last_use: dict[int, list[int]] = {}
+        self._follow_arenas()
         self.files = np.zeros(0, np.int32)
         """The engine's index of a file by the shard's."""
         self.checks: Checks | None = None
         self.arenas: dict[int, Arena] = {}
         self._addresses = np.zeros(len(layout.arena_nbytes), np.uint64)
+
+    def _follow_arenas(self) -> None:
+        """The arena of each batch that has bytes, and the arenas by the first and the last batch of each."""
+        last: dict[int, int] = {}
+        for arena, batch in zip(self.layout.run_arena.tolist(), self.layout.run_batch.tolist(), strict=True):
+            if arena not in last:
+                self._first_arenas[batch].append(arena)
+            last[arena] = batch
+            self._arena_of[batch] = arena
+        for arena, batch in last.items():
+            self._last_use.setdefault(batch, []).append(arena)
 
     @property
     def piece_count(self) -> int:
@@ -107,7 +120,7 @@ class Part:
     def tensors(self, batch: int, memory: Memory) -> list[torch.Tensor]:
         """The tensors of a batch whose arena is there; RequestError where it was let go."""
         first, last = self.batch_edges[batch], self.batch_edges[batch + 1]
-        used = int(self.layout.arenas[first:last].max(initial=-1))
+        used = self._arena_of[batch]
         arena = self.arenas.get(used)
         if arena is None and used >= 0:
             raise RequestError("the load was closed")
@@ -115,8 +128,7 @@ class Part:
 
     def used_on(self, batch: int, stream: int) -> None:
         """A batch that has come is handed out to work on this stream."""
-        part = slice(self.batch_edges[batch], self.batch_edges[batch + 1])
-        arena = self.arenas.get(int(self.layout.arenas[part].max(initial=-1)))
+        arena = self.arenas.get(self._arena_of[batch])
         if arena is not None:
             arena.used_on(stream)
 
@@ -134,23 +146,3 @@ class Part:
         """Lets go of all."""
         while self.arenas:
             self.arenas.popitem()[1].release()
-
-
-def _last_use(layout: Layout) -> dict[int, list[int]]:
-    """Arenas by the last batch that uses them."""
-    last: dict[int, int] = {}
-    for arena, batch in zip(layout.run_arena.tolist(), layout.run_batch.tolist(), strict=True):
-        last[arena] = batch
-    by_batch: dict[int, list[int]] = {}
-    for arena, batch in last.items():
-        by_batch.setdefault(batch, []).append(arena)
-    return by_batch
-
-
-def _arenas_begun(layout: Layout) -> list[list[int]]:
-    """For each batch, the arenas that it is the first to use."""
-    begun: list[list[int]] = [[] for _ in range(layout.batch_count)]
-    arenas, first = np.unique(layout.run_arena, return_index=True)
-    for arena, run in zip(arenas.tolist(), first.tolist(), strict=True):
-        begun[int(layout.run_batch[run])].append(arena)
-    return begun
