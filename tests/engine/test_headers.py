@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from support.checkpoints import BITS
-from tensorlift.engine import abi
+from support.native_build import ROOT
+from tensorlift.engine import abi, headers
 from tensorlift.engine.headers import HeaderScan
 
 ENTRY = '{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]}'
@@ -83,3 +85,17 @@ def test_a_scan_that_nobody_takes_is_given_back(monkeypatch: pytest.MonkeyPatch)
     assert len(freed) == 2
     assert taken is not None
     assert taken.names == ["a"]
+
+
+def test_the_facts_lie_as_in_c() -> None:
+    declared = (ROOT / "native/include/tensorlift.h").read_text()
+    names = re.findall(r"^    TL_HEADER_(\w+)", declared, re.MULTILINE)
+    places = [
+        headers._HANDLE, headers._PLAIN, headers._NBYTES, headers._COUNT, headers._TILED, headers._BEGIN,
+        headers._END, headers._FILE_BYTES, headers._DEVICE, headers._INODE, headers._FACTS,
+    ]  # fmt: skip
+    assert names == [
+        "HANDLE", "PLAIN", "NBYTES", "COUNT", "TILED", "METADATA_BEGIN", "METADATA_END", "FILE_BYTES",
+        "DEVICE", "INODE", "FACTS",
+    ]  # fmt: skip
+    assert places == list(range(len(names)))
