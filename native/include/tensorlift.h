@@ -242,7 +242,7 @@ typedef enum tl_stage {
 } tl_stage;
 
 /* Copies up to capacity events of an engine with TL_OPTION_TRACE, from the event `first` on, in no order; *count is how
- * many there are in all. At most 1,048,576 are kept. */
+ * many there are in all. At most 1,048,576 are kept. Waits for copies under way, at most a second. Blocks. */
 TL_API tl_status tl_engine_trace(tl_engine *engine, uint64_t first, tl_trace_event *events, uint64_t capacity,
                                  uint64_t *count, tl_error *error);
 
@@ -292,21 +292,58 @@ TL_API void *tl_arena_capsules(tl_arena *arena, uint64_t address, uint64_t count
                                int32_t dl_device_id);
 
 /* The JSON of a file's header, read where it has the plain form that writers produce: every key of a tensor once
- * (dtype, shape, data_offsets), no escapes in them or in names, plain integers below 2^63, names that differ. codes: the
- * dtypes that are known, each followed by a space; the place of one is its number. Where metadata_end is not 0, the bytes
- * between are the object of "__metadata__", of which nothing is checked. The text must be UTF-8, and stay as long as the
- * result. NULL: it is otherwise, or there is no memory; somebody else has to read it. Blocks. */
+ * (dtype, shape, data_offsets), no escapes in them or in names, plain integers below 2^63, names that differ, ranges as
+ * long as shapes and dtypes say. What is otherwise somebody else has to read. codes: the dtypes that are known, each
+ * followed by a space; the place of one is its number. bits: of one element of each. */
 typedef struct tl_header tl_header;
-TL_API tl_header *tl_header_scan(const char *text, uint64_t nbytes, const char *codes, uint64_t *count,
-                                 uint64_t *metadata_begin, uint64_t *metadata_end);
 
-/* Fills arrays of count elements, in the order of the text: number of the dtype, both offsets, elements of the shape
- * (with it, strides fit int64). Needs the GIL. Returns a list of two, of the names and of the shapes as tuples, or NULL
- * with a Python error set. */
-TL_API void *tl_header_lists(const tl_header *header, uint8_t *dtypes, int64_t *begins, int64_t *ends,
-                             int64_t *elements);
+/* What was read, as numbers: an array that whoever wants them gives. */
+enum {
+    TL_HEADER_HANDLE,         /* address of the tl_header; 0: nothing was read, and the others are not set */
+    TL_HEADER_PLAIN,          /* 0: the text is not plain, and the facts about tensors mean nothing */
+    TL_HEADER_NBYTES,         /* of the text */
+    TL_HEADER_COUNT,          /* of tensors */
+    TL_HEADER_TILED,          /* not 0: each range begins where the one before it ends, the first at 0 */
+    TL_HEADER_METADATA_BEGIN, /* the object of "__metadata__" in the text, of which nothing is checked */
+    TL_HEADER_METADATA_END,   /* 0: there is none */
+    TL_HEADER_FILE_BYTES,     /* size and identity of the file, where one was read */
+    TL_HEADER_DEVICE,
+    TL_HEADER_INODE,
+    TL_HEADER_FACTS
+};
+
+/* The text must be UTF-8, and stay as long as the result. Blocks. */
+TL_API void tl_header_scan(const char *text, uint64_t nbytes, const char *codes, const uint8_t *bits,
+                           uint64_t *facts);
+
+/* Of a plain header. Fills arrays of count elements, in the order of the text: number of the dtype, first byte in the
+ * file, bytes. Needs the GIL. Returns a list of two, of the names and of the shapes as tuples, or NULL with a Python error
+ * set. */
+TL_API void *tl_header_lists(const tl_header *header, uint8_t *dtypes, int64_t *starts, int64_t *sizes);
+
+/* The text as Python's bytes. Needs the GIL. Returns a new reference, or NULL with a Python error set. */
+TL_API void *tl_header_text(const tl_header *header);
 
 TL_API void tl_header_free(tl_header *header);
+
+/* Headers of files, each opened, read and closed once, in their order, by so many threads or as many as can be had. paths:
+ * count texts, each with its 0 at the end. At most ahead headers wait to be taken; they have to be taken in order. headers:
+ * set to NULL where there is no memory. */
+typedef struct tl_headers tl_headers;
+TL_API void tl_headers_begin(const char *paths, uint64_t count, const char *codes, const uint8_t *bits,
+                             uint32_t threads, uint32_t ahead, tl_headers **headers);
+
+/* Whether a file's header can be taken. wait: within so many milliseconds; without threads, it reads the file. Blocks. */
+TL_API int32_t tl_headers_ready(tl_headers *headers, uint64_t file);
+TL_API int32_t tl_headers_wait(tl_headers *headers, uint64_t file, uint32_t milliseconds);
+
+/* Once for each file, when it is ready. The header is the caller's to free; there is none where the file could not be read
+ * or can be no safetensors file, and in a child of fork(). */
+TL_API void tl_headers_take(tl_headers *headers, uint64_t file, uint64_t *facts);
+
+/* Ends the threads, when they are through with the file that they are at, and frees what nobody took; sets the pointer to
+ * NULL, where nothing is done if it is so already. Blocks. */
+TL_API void tl_headers_end(tl_headers **headers);
 
 #ifdef __cplusplus
 }

@@ -175,6 +175,7 @@ tl_status tl_engine_trace(tl_engine *engine, uint64_t first, tl_trace_event *eve
                           uint64_t *count, tl_error *error) {
     return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
         if ((!events && capacity > 0) || !count) return failure(TL_ERR_ARGUMENT, "no place for the events");
+        e.await_copies();
         *count = e.trace().read(first, events, capacity);
         return {};
     });

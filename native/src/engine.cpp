@@ -253,6 +253,14 @@ void Engine::slot_copied(uint64_t slot_index, uint64_t begin_ns) {
     work_cv_.notify_all();
 }
 
+void Engine::await_copies() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    work_cv_.wait_for(lock, std::chrono::seconds(1), [&] {
+        return std::none_of(slots_.begin(), slots_.end(),
+                            [&](const auto &slot) { return device_ && slot->landed && !slot->copied; });
+    });
+}
+
 // Under mutex_.
 void Engine::advance_landed() {
     uint64_t ticket = 0;

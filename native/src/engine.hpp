@@ -44,6 +44,8 @@ public:
     const Trace &trace() const {
         return trace_;
     }
+    // Returns when what has landed is copied, whose events come a little later; after a second in any case.
+    void await_copies();
     Failure file_info(int32_t index, tl_file_info *info);
     void stats(tl_stats *stats);
     void cancel();

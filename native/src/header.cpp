@@ -1,40 +1,28 @@
 // The JSON of a file's header, read without the GIL: headers of 120,000 tensors took Python 0.3 s, as long as half of
 // their bytes take. Only the plain form that writers produce is read here. Whatever is not (an escape in a name, another
-// key, a number that is no plain integer) makes the whole header doubtful: then Python's reader decides, with reasons.
+// key, a number that is no plain integer, a size that is not the shape's) makes the whole header doubtful: then Python's
+// reader decides, with reasons.
+#include "header.hpp"
+
 #include <algorithm>
 #include <cstring>
 #include <exception>
-#include <memory>
-#include <string_view>
 #include <unordered_set>
-#include <vector>
 
-#include "common.hpp"
 #include "python.hpp"
-
-struct tl_header {
-    struct Entry {
-        std::string_view name;  // into the text
-        uint8_t dtype;
-        uint32_t ndim;
-        int64_t begin, end;
-        int64_t elements;
-    };
-    std::vector<Entry> entries;
-    std::vector<int64_t> extents;  // of all shapes, one after another
-    uint64_t metadata_begin = 0, metadata_end = 0;
-};
 
 namespace tl {
 namespace {
 
 // More than torch can have; Python's reader takes any number.
 constexpr uint32_t kMostDimensions = 64;
+// More than any memory has, and few enough for their bits to be counted.
+constexpr int64_t kMostElements = INT64_MAX / 64;
 
 class Scanner {
 public:
-    Scanner(std::string_view text, std::string_view codes, tl_header *header)
-        : text_(text), codes_(codes), header_(*header) {}
+    Scanner(std::string_view text, const Dtypes &dtypes, tl_header *header)
+        : text_(text), codes_(dtypes.codes), bits_(dtypes.bits), header_(*header) {}
 
     bool scan() {
         skip();
@@ -97,7 +85,9 @@ private:
         if (key == "__metadata__") return metadata();
         tl_header::Entry entry{};
         entry.name = key;
-        if (!tensor(&entry)) return false;
+        if (!tensor(&entry) || !fits(entry)) return false;
+        header_.tiled &= entry.begin == covered_;
+        covered_ = entry.end;
         header_.entries.push_back(entry);
         return true;
     }
@@ -114,6 +104,13 @@ private:
             if (kind == 1 ? !dtype(entry) : kind == 2 ? !shape(entry) : !offsets(entry)) return false;
         } while (take(','));
         return seen == 7 && take('}');
+    }
+
+    // Whether the range is as long as shape and dtype say.
+    bool fits(const tl_header::Entry &entry) const {
+        if (elements_ > kMostElements) return false;
+        const int64_t bits = elements_ * bits_[entry.dtype];
+        return bits % 8 == 0 && bits / 8 == entry.end - entry.begin;
     }
 
     bool dtype(tl_header::Entry *entry) {
@@ -148,7 +145,7 @@ private:
                 if (extent != 0 && __builtin_mul_overflow(strides, extent, &strides)) return false;
             } while (take(','));
         }
-        entry->elements = empty ? 0 : strides;
+        elements_ = empty ? 0 : strides;
         return take(']');
     }
 
@@ -193,8 +190,11 @@ private:
     }
 
     const std::string_view text_, codes_;
+    const uint8_t *const bits_;
     tl_header &header_;
     size_t at_ = 0;
+    int64_t elements_ = 0;  // of the entry that is read
+    int64_t covered_ = 0;   // where the ranges so far end, if they follow each other
     std::string_view last_code_;
     uint8_t last_id_ = 0;
 };
@@ -250,29 +250,46 @@ void *names_of(const tl_header &header) {
 }
 
 }  // namespace
-}  // namespace tl
 
-tl_header *tl_header_scan(const char *text, uint64_t nbytes, const char *codes, uint64_t *count,
-                          uint64_t *metadata_begin, uint64_t *metadata_end) try {
-    auto header = std::make_unique<tl_header>();
-    if (!tl::Scanner({text, nbytes}, codes, header.get()).scan()) return nullptr;
-    *count = header->entries.size();
-    *metadata_begin = header->metadata_begin;
-    *metadata_end = header->metadata_end;
-    return header.release();
-} catch (const std::exception &) {
-    return nullptr;  // no memory: Python's reader will say so, or have more luck
+void scan(const Dtypes &dtypes, tl_header *header) {
+    header->plain = Scanner(header->text, dtypes, header).scan();
 }
 
-void *tl_header_lists(const tl_header *header, uint8_t *dtypes, int64_t *begins, int64_t *ends,
-                      int64_t *elements) {
+void tell(tl_header *header, uint64_t *facts) {
+    facts[TL_HEADER_HANDLE] = reinterpret_cast<uint64_t>(header);
+    if (!header) return;
+    facts[TL_HEADER_PLAIN] = header->plain;
+    facts[TL_HEADER_NBYTES] = header->text.size();
+    facts[TL_HEADER_COUNT] = header->entries.size();
+    facts[TL_HEADER_TILED] = header->tiled;
+    facts[TL_HEADER_METADATA_BEGIN] = header->metadata_begin;
+    facts[TL_HEADER_METADATA_END] = header->metadata_end;
+    facts[TL_HEADER_FILE_BYTES] = header->file_bytes;
+    facts[TL_HEADER_DEVICE] = header->device;
+    facts[TL_HEADER_INODE] = header->inode;
+}
+
+}  // namespace tl
+
+void tl_header_scan(const char *text, uint64_t nbytes, const char *codes, const uint8_t *bits,
+                    uint64_t *facts) try {
+    auto header = std::make_unique<tl_header>();
+    header->text = {text, nbytes};
+    tl::scan({codes, bits}, header.get());
+    tl::tell(header.release(), facts);
+} catch (const std::exception &) {
+    // No memory: Python's reader will say so, or have more luck.
+    tl::tell(nullptr, facts);
+}
+
+void *tl_header_lists(const tl_header *header, uint8_t *dtypes, int64_t *starts, int64_t *sizes) {
     const tl::Python &py = tl::python();
+    const auto first = static_cast<int64_t>(tl::kHeaderLength + header->text.size());
     for (size_t i = 0; i < header->entries.size(); i++) {
         const tl_header::Entry &entry = header->entries[i];
         dtypes[i] = entry.dtype;
-        begins[i] = entry.begin;
-        ends[i] = entry.end;
-        elements[i] = entry.elements;
+        starts[i] = first + entry.begin;
+        sizes[i] = entry.end - entry.begin;
     }
     if (!py.there) return nullptr;
     void *names = tl::names_of(*header);
@@ -286,6 +303,11 @@ void *tl_header_lists(const tl_header *header, uint8_t *dtypes, int64_t *begins,
     py.list_set(both, 0, names);
     py.list_set(both, 1, shapes);
     return both;
+}
+
+void *tl_header_text(const tl_header *header) {
+    const tl::Python &py = tl::python();
+    return py.there ? py.bytes(header->text.data(), static_cast<intptr_t>(header->text.size())) : nullptr;
 }
 
 void tl_header_free(tl_header *header) {

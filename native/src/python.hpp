@@ -13,6 +13,7 @@ struct Python {
     int (*tuple_set)(void *, intptr_t, void *) = nullptr;
     void *(*integer)(long long) = nullptr;
     void *(*text)(const char *, intptr_t, const char *errors) = nullptr;  // from UTF-8
+    void *(*bytes)(const char *, intptr_t) = nullptr;
     void *(*capsule_new)(void *, const char *, void (*)(void *)) = nullptr;
     int (*capsule_is_valid)(void *, const char *) = nullptr;
     void *(*capsule_get)(void *, const char *) = nullptr;

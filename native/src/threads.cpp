@@ -1,32 +1,11 @@
 // The engine's own threads: when they start, and how each begins.
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <system_error>
 
 #include "engine.hpp"
+#include "signals.hpp"
 
 namespace tl {
-namespace {
-
-// Threads of the engine take no signal: they belong to the program's own threads.
-class SignalsBlocked {
-public:
-    SignalsBlocked() {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    ~SignalsBlocked() {
-        pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-    }
-
-private:
-    sigset_t before_;
-};
-
-}  // namespace
 
 // At the first pieces, so that an engine without any costs nothing.
 Failure Engine::start_copier() {

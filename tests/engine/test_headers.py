@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from support.checkpoints import BITS
-from tensorlift.engine import abi
+from support.native_build import ROOT
+from tensorlift.engine import abi, headers
 from tensorlift.engine.headers import HeaderScan
 
 ENTRY = '{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]}'
@@ -33,8 +35,10 @@ def test_every_column() -> None:
         assert found is not None
         assert found.names == ["one", "zwö", "none", "again"]
         assert found.shapes == [(2, 3), (), (0, 2**62, 1), (0, 2**62, 1)]
-        assert (found.begins.tolist(), found.ends.tolist()) == ([0, 24, 25, 25], [24, 25, 25, 25])
-        assert found.elements.tolist() == [6, 1, 0, 0]
+        first = 8 + len(text.encode())
+        assert [start - first for start in found.starts.tolist()] == [0, 24, 25, 25]
+        assert found.sizes.tolist() == [24, 1, 0, 0]
+        assert found.tiled
         assert [sorted(BITS)[0] in BITS, len(set(found.dtypes.tolist()))] == [True, 3]
         assert found.metadata is not None
         assert json.loads(found.metadata) == head["__metadata__"]
@@ -60,7 +64,8 @@ def test_what_is_not_plain_is_left_to_python(text: str) -> None:
         ("BF16", "BF17"), ("BF16", "BF1"), ("BF16", ""), ("BF16", "BOOL F4"), ("2,3", "02,3"),
         ("2,3", "2,-3"), ("2,3", "2,3.0"), ("2,3", "2,3,"), ("2,3", f"{2**63}"), ("2,3", f"{2**62},2,0"),
         ("0,12", "0,12,13"), ("0,12", "12,0"), ("0,12", "12"), ('"dtype"', '"kind"'), ('"shape"', '"dtype"'),
-        ("]}", '],"more":1}'),
+        ("]}", '],"more":1}'), ("0,12", "0,11"), ("0,12", "0,14"), ("BF16", "F4"), ("BF16", "F6_E2M3"),
+        ("[2,3]", f"[{2**62}]"),
         ("2,3", ",".join("1" * 65)),
     ],
 )  # fmt: skip
@@ -77,6 +82,20 @@ def test_a_scan_that_nobody_takes_is_given_back(monkeypatch: pytest.MonkeyPatch)
     taken = scan.result()
     del scan
     HeaderScan(b"no header")
-    assert len(freed) == 1
+    assert len(freed) == 2
     assert taken is not None
     assert taken.names == ["a"]
+
+
+def test_the_facts_lie_as_in_c() -> None:
+    declared = (ROOT / "native/include/tensorlift.h").read_text()
+    names = re.findall(r"^    TL_HEADER_(\w+)", declared, re.MULTILINE)
+    places = [
+        headers._HANDLE, headers._PLAIN, headers._NBYTES, headers._COUNT, headers._TILED, headers._BEGIN,
+        headers._END, headers._FILE_BYTES, headers._DEVICE, headers._INODE, headers._FACTS,
+    ]  # fmt: skip
+    assert names == [
+        "HANDLE", "PLAIN", "NBYTES", "COUNT", "TILED", "METADATA_BEGIN", "METADATA_END", "FILE_BYTES",
+        "DEVICE", "INODE", "FACTS",
+    ]  # fmt: skip
+    assert places == list(range(len(names)))

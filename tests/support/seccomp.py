@@ -21,13 +21,14 @@ _NUMBERS = {
         "io_uring_setup": 425, "mincore": 27, "mmap": 9, "open": 2, "openat": 257, "openat2": 437,
         "pread64": 17, "preadv": 295, "preadv2": 327, "process_vm_readv": 310, "mlock": 149,
         "io_setup": 206, "io_destroy": 207, "io_getevents": 208, "io_submit": 209, "io_pgetevents": 333,
-        "statx": 332,
+        "statx": 332, "clone": 56, "clone3": 435,
     },
     "aarch64": {
         "cachestat": 451, "execve": 221, "fcntl": 25, "io_uring_enter": 426, "io_uring_register": 427,
         "io_uring_setup": 425, "mincore": 232, "mmap": 222, "openat": 56, "openat2": 437, "pread64": 67,
         "preadv": 69, "preadv2": 286, "process_vm_readv": 270, "mlock": 228, "io_setup": 0, "io_destroy": 1,
         "io_submit": 2, "io_getevents": 4, "io_pgetevents": 292, "statx": 291,
+        "clone": 220, "clone3": 435,
     },
 }  # fmt: skip
 # linux/audit.h

@@ -22,21 +22,9 @@ from tensorlift.errors import LibraryError, MachineError, OutOfMemoryError
 from tensorlift.options import BACKENDS
 
 __all__ = [
-    "ABI_VERSION",
-    "BACKEND_CODES",
-    "PATH_NAMES",
-    "Abi",
-    "CapsuleSpec",
-    "Error",
-    "FileInfo",
-    "Handle",
-    "Options",
-    "RefusedError",
-    "Stats",
-    "Status",
-    "library",
-    "pread",
-]
+    "ABI_VERSION", "BACKEND_CODES", "PATH_NAMES", "Abi", "CapsuleSpec", "Error", "FileInfo", "Handle",
+    "Options", "RefusedError", "Stats", "Status", "library", "pread",
+]  # fmt: skip
 
 ABI_VERSION = 3
 BACKEND_CODES = {name: code for code, name in enumerate(BACKENDS)}
@@ -163,15 +151,21 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
     "tl_engine_wait": (_i32, (_ptr, _u64, _u32, _ERROR), True),
     "tl_engine_stream_wait": (_i32, (_ptr, _u64, _ERROR), False),
     "tl_engine_digests": (_i32, (_ptr, _u64, _u64, _ptr, _ERROR), False),
-    "tl_engine_trace": (_i32, (_ptr, _u64, _ptr, _u64, ctypes.POINTER(_u64), _ERROR), False),
+    "tl_engine_trace": (_i32, (_ptr, _u64, _ptr, _u64, ctypes.POINTER(_u64), _ERROR), True),
     "tl_digest": (None, (_ptr, _u64, _ptr), False),
     "tl_engine_stats": (_i32, (_ptr, ctypes.POINTER(Stats), _ERROR), False),
     "tl_engine_file_info": (_i32, (_ptr, _i32, ctypes.POINTER(FileInfo), _ERROR), False),
     "tl_engine_cancel": (_i32, (_ptr, _ERROR), False),
     "tl_engine_destroy": (_i32, (_ptr, _ERROR), True),
-    "tl_header_scan": (_ptr, (_text, _u64, _text, _ptr, _ptr, _ptr), True),
-    "tl_header_lists": (ctypes.py_object, (_ptr, _ptr, _ptr, _ptr, _ptr), False),
+    "tl_header_scan": (None, (_text, _u64, _text, _text, _ptr), True),
+    "tl_header_lists": (ctypes.py_object, (_ptr, _ptr, _ptr, _ptr), False),
+    "tl_header_text": (ctypes.py_object, (_ptr,), False),
     "tl_header_free": (None, (_ptr,), False),
+    "tl_headers_begin": (None, (_text, _u64, _text, _text, _u32, _u32, _ptr), False),
+    "tl_headers_ready": (_i32, (_ptr, _u64), False),
+    "tl_headers_wait": (_i32, (_ptr, _u64, _u32), True),
+    "tl_headers_take": (None, (_ptr, _u64, _ptr), False),
+    "tl_headers_end": (None, (_ptr,), True),
     "tl_arena_host": (_i32, (_u64, *_ARENA, _ERROR), False),
     "tl_arena_adopt": (_i32, (_ptr, _i32, _i32, _u64, *_ARENA, _ERROR), False),
     "tl_arena_record_stream": (_i32, (_u64, _u64, _ERROR), False),

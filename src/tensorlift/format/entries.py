@@ -1,9 +1,9 @@
 """The JSON of a header as checked columns.
 
-Two ways lead to the same columns. The quick one takes what a scanner found (the native library's) and
-looks at whole columns; whatever makes it doubt (it never says what) sends the header down the exact one,
-which takes entry after entry, names the first that breaks a rule, or finds none. So no check of the quick
-way needs words, and no check of the exact one speed.
+Two ways lead to the same columns. The quick one is a scanner's (the native library's); whatever makes it
+doubt (it never says what) sends the header down the exact one here, which takes entry after entry, names the
+first that breaks a rule, or finds none. So no check of the quick way needs words, and no check of the exact
+one speed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorlift.errors import HeaderError
-from tensorlift.format.dtypes import ALL, BY_CODE
+from tensorlift.format.dtypes import BY_CODE
 from tensorlift.format.quoting import clean, plural, quote
 
-__all__ = ["METADATA_KEY", "Columns", "Scanned", "read"]
+__all__ = ["METADATA_KEY", "Columns", "Scanned", "plain_metadata", "read"]
 
 METADATA_KEY = "__metadata__"
 """The one key of a header that is no tensor: a map of strings to strings."""
@@ -28,7 +28,6 @@ METADATA_KEY = "__metadata__"
 _LARGEST = 2**63 - 1  # of int64: what file offsets, torch's extents and the columns below can hold
 _MOST_DIMENSIONS = 16  # of shapes whose product is not worth looking at on the way
 _IDS = {code: dtype.id for code, dtype in BY_CODE.items()}
-_BITS = np.array([dtype.bits for dtype in ALL], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +44,26 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """What a scanner found in a header whose entries are all there, with names that differ.
+    """What a scanner found in a header whose entries are all there and right, each by itself, with names
+    that differ.
 
-    ``begins`` are not negative and not behind ``ends``; ``elements`` has those of each shape, whose strides
-    fit int64; ``metadata`` is the JSON of an object, not checked.
+    ``starts`` count from the start of the file; ``metadata`` is the JSON of an object, not checked;
+    ``tiled``: each range begins where the one before it ends, the first behind the header.
     """
 
     names: list[str]
     dtypes: npt.NDArray[np.uint8]
     shapes: list[tuple[int, ...]]
-    begins: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
-    elements: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
     metadata: bytes | None
+    tiled: bool
 
 
-def read(raw: bytes | memoryview, path: str, scanned: Scanned | None = None) -> Columns:
+def read(raw: bytes | memoryview, path: str) -> Columns:
     """Decodes the JSON bytes of a header and checks each entry by itself: its keys, dtype, shape and size.
 
-    ``scanned``: what a scanner found in the same bytes, if it could. How the entries' ranges lie to each
-    other and to the file is not looked at. Raises HeaderError.
+    How the entries' ranges lie to each other and to the file is not looked at. Raises HeaderError.
     """
     try:
         text = str(raw, "utf-8")
@@ -73,30 +72,18 @@ def read(raw: bytes | memoryview, path: str, scanned: Scanned | None = None) -> 
             f"{clean(path)}: the header is no UTF-8 text: {error.reason} at byte {error.start:,} of it; "
             "the file is damaged, or it is no safetensors file"
         ) from None
-    columns = _quick(scanned) if scanned is not None else None
-    return columns if columns is not None else _exact(text, path)
+    return _exact(text, path)
 
 
-def _quick(scanned: Scanned) -> Columns | None:
-    """The columns, or None where anything at all is doubtful."""
-    metadata = None
-    if scanned.metadata is not None:
-        try:
-            metadata = json.loads(scanned.metadata, object_pairs_hook=_pairs, parse_constant=_constant)
-            _exact_metadata(metadata, "")
-        except (ValueError, RecursionError, HeaderError):
-            return None
-    if not _sizes_fit(scanned):
-        return None
-    return Columns(metadata, scanned.names, scanned.dtypes, scanned.shapes, scanned.begins, scanned.ends)
-
-
-def _sizes_fit(scanned: Scanned) -> bool:
-    """Whether ranges are as long as shapes and dtypes say; False also where int64 might not hold the bits."""
-    if scanned.elements.max(initial=0) > _LARGEST // 64:
-        return False
-    bits = scanned.elements * _BITS[scanned.dtypes]
-    return not (bits & 7).any() and bool(((bits >> 3) == scanned.ends - scanned.begins).all())
+def plain_metadata(scanned: Scanned) -> tuple[bool, dict[str, str] | None]:
+    """(whether nothing about it is doubtful, the metadata)."""
+    if scanned.metadata is None:
+        return True, None
+    try:
+        metadata = json.loads(scanned.metadata, object_pairs_hook=_pairs, parse_constant=_constant)
+        return True, _exact_metadata(metadata, "")
+    except (ValueError, RecursionError, HeaderError):
+        return False, None
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tensorlift.errors import HeaderError, TruncatedError
 from tensorlift.format.dtypes import ALL
-from tensorlift.format.entries import Columns, Scanned, read
+from tensorlift.format.entries import Columns, Scanned, plain_metadata, read
 from tensorlift.format.foreign import PREFIX_BYTES, recognise
 from tensorlift.format.quoting import clean, plural, quote
 
@@ -112,8 +112,20 @@ def parse(raw: bytes | memoryview, file_bytes: int, path: str, scanned: Scanned 
     where = clean(path)
     if bytes(raw[:1]) != b"{":
         raise HeaderError(f"{where}: the header has to begin with '{{', found {quote(bytes(raw[:8]))}")
-    columns = read(raw, path, scanned)
     first_byte = LENGTH_BYTES + len(raw)
+    certain, metadata = (False, None) if scanned is None else plain_metadata(scanned)
+    if scanned is not None and certain:
+        if scanned.tiled and _end(scanned, first_byte) == file_bytes:
+            # Nothing of this looks at a column: numpy gives the GIL away for each longer than 500.
+            return Header(
+                metadata, scanned.names, scanned.dtypes, scanned.shapes, scanned.starts, scanned.sizes
+            )
+        begins = scanned.starts - first_byte
+        columns = Columns(
+            metadata, scanned.names, scanned.dtypes, scanned.shapes, begins, begins + scanned.sizes
+        )
+    else:
+        columns = read(raw, path)
     data_bytes = file_bytes - first_byte
     begins, ends = columns.begins, columns.ends
     names, dtypes, shapes = columns.names, columns.dtypes, columns.shapes
@@ -125,6 +137,11 @@ def parse(raw: bytes | memoryview, file_bytes: int, path: str, scanned: Scanned 
     ordered = Columns(columns.metadata, names, dtypes, shapes, begins, ends)
     _check_tiling(ordered, data_bytes, first_byte, where)
     return Header(columns.metadata, names, dtypes, shapes, begins + first_byte, ends - begins)
+
+
+def _end(scanned: Scanned, first_byte: int) -> int:
+    """Where the last tensor ends, from the start of the file."""
+    return int(scanned.starts[-1]) + int(scanned.sizes[-1]) if len(scanned.starts) else first_byte
 
 
 def _check_tiling(columns: Columns, data_bytes: int, first_byte: int, where: str) -> None:

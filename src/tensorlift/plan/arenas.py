@@ -44,6 +44,7 @@ LONG = 64 << 10
 SMALL = 4 << 10
 SMALL_STRETCH = 8
 SMALL_ARENA = 1 << 20
+_STRETCH, _OTHER = b"\1" * SMALL_STRETCH, b"\0"  # of booleans that say which are small
 
 
 class Wanted(NamedTuple):
@@ -111,6 +112,9 @@ def lay_out(wanted: Wanted, rules: Rules, exchanged: npt.NDArray[np.bool_] | Non
     capacity and the grid.
     """
     count = len(wanted.starts)
+    if count and exchanged is None and wanted.sizes.min() > 0 and not _has_small_stretches(wanted):
+        # The usual case by itself: numpy gives the GIL away for each operation on more than 500 elements.
+        return _assemble_plain(wanted, _place(wanted, rules, rules.capacity))
     some = np.flatnonzero(wanted.sizes > 0)
     body = _take(wanted, some)
     arena, offset = np.empty(len(some), np.int64), np.empty(len(some), np.int64)
@@ -136,20 +140,27 @@ def _classes(
 
     Those that are exchanged are looked at without the others, which differ from rank to rank.
     """
-    every = np.arange(len(body.starts))
-    parts = [every, every[:0]] if exchanged is None else [every[~exchanged], every[exchanged]]
-    for part, together in zip(parts, (False, True), strict=True):
-        small = _small_stretches(_take(body, part))
-        for rows, capacity in (
-            (part[~small], rules.capacity),
-            (part[small], min(SMALL_ARENA, rules.capacity)),
-        ):
+    parts = (
+        [(None, False)]
+        if exchanged is None
+        else [(np.flatnonzero(~exchanged), False), (np.flatnonzero(exchanged), True)]
+    )
+    for part, together in parts:
+        small = _small_stretches(body if part is None else _take(body, part))
+        for chosen, capacity in ((~small, rules.capacity), (small, min(SMALL_ARENA, rules.capacity))):
+            rows = np.flatnonzero(chosen)
             if len(rows):
-                yield rows, capacity, together
+                yield rows if part is None else part[rows], capacity, together
 
 
 def _take(wanted: Wanted, rows: Ints) -> Wanted:
     return Wanted(wanted.files[rows], wanted.starts[rows], wanted.sizes[rows], wanted.alignments[rows])
+
+
+def _has_small_stretches(body: Wanted) -> bool:
+    """Whether any tensor is packed apart: see _small_stretches()."""
+    small = (body.sizes < SMALL).tobytes()
+    return _STRETCH in small and (_OTHER in small or int(body.sizes.sum()) > SMALL_ARENA)
 
 
 def _small_stretches(body: Wanted) -> npt.NDArray[np.bool_]:
@@ -167,7 +178,9 @@ def _place(body: Wanted, rules: Rules, capacity: int) -> _Placed:
     files, starts, sizes, _ = body
     ends = starts + sizes
     apart = np.ones(len(starts), bool)
-    apart[1:] = (files[1:] != files[:-1]) | (starts[1:] != ends[:-1])
+    apart[1:] = starts[1:] != ends[:-1]
+    if files[0] != files[-1]:
+        apart[1:] |= files[1:] != files[:-1]
     residues = _residues(body, apart, rules)
     breaks = apart.copy()
     breaks[1:] |= residues[1:] != residues[:-1]
@@ -188,6 +201,8 @@ def _place(body: Wanted, rules: Rules, capacity: int) -> _Placed:
 def _residues(body: Wanted, apart: npt.NDArray[np.bool_], rules: Rules) -> Ints:
     """The shift of each tensor modulo 16; ``apart`` says where a tensor does not follow the one before it."""
     count = len(body.starts)
+    if rules.device and body.sizes.min(initial=WIDE) >= WIDE:
+        return -body.starts & (WIDE - 1)  # all demand the most, and so settle it
     index = np.arange(count)
     edges = np.flatnonzero(apart)
     stretch = np.cumsum(apart) - 1
@@ -255,6 +270,26 @@ def _by_first_use(arena: Ints, columns: list[list[Ints]]) -> tuple[Ints, list[In
     new_of = np.empty(len(order), np.int64)
     new_of[order] = np.arange(len(order))
     return new_of[arena], [np.concatenate(column)[order] for column in columns]
+
+
+def _assemble_plain(wanted: Wanted, placed: _Placed) -> Layout:
+    """Where all tensors have bytes and none is packed apart: arenas come in order, and are the batches."""
+    arenas, first = placed.arenas.astype(np.int32), np.flatnonzero(placed.breaks)
+    return Layout(
+        arenas=arenas,
+        offsets=placed.offsets,
+        batches=arenas,
+        arena_nbytes=placed.sizes,
+        arena_used=placed.used,
+        arena_exchanged=np.zeros(len(placed.used), bool),
+        run_file=wanted.files[first],
+        run_start=wanted.starts[first],
+        run_nbytes=np.add.reduceat(wanted.sizes, first),
+        run_arena=arenas[first],
+        run_offset=placed.offsets[first],
+        run_batch=arenas[first],
+        batch_count=len(placed.sizes),
+    )
 
 
 def _assemble(

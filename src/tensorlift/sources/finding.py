@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -42,6 +41,8 @@ class Source:
     """For the kernel."""
     member: str | None = None
     """Its name in the index."""
+    nbytes: int = 0
+    """When it was found; what counts is what its header's reader finds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,8 @@ class Found:
 
 
 def file_bytes(found: Found) -> int:
-    """Bytes of all files now; what cannot be asked counts nothing, for reading its header tells why."""
-    total = 0
-    for source in found.files:
-        with contextlib.suppress(OSError):
-            total += os.stat(source.absolute).st_size
-    return total
+    """Bytes of all files when they were found."""
+    return sum(source.nbytes for source in found.files)
 
 
 def find(path: PathLike | Iterable[PathLike], *, download: bool = True) -> Found:
@@ -82,10 +79,10 @@ def find(path: PathLike | Iterable[PathLike], *, download: bool = True) -> Found
     """
     if isinstance(path, (str, bytes, os.PathLike)):
         shown = _as_text(path)
-        mode = _mode_of(shown) if shown else None
-        if mode is None:
+        about = _about(shown) if shown else None
+        if about is None:
             return _not_here(shown, isinstance(path, str), download)
-        return _folder(shown) if stat.S_ISDIR(mode) else _file(shown, mode)
+        return _folder(shown) if stat.S_ISDIR(about.st_mode) else _file(shown, about)
     # An open file is an iterable too, of its lines: bytes of tensors, taken for names.
     none = isinstance(path, (Mapping, bytearray, memoryview)) or hasattr(path, "read")
     if none or not isinstance(path, Iterable):
@@ -98,15 +95,15 @@ def find(path: PathLike | Iterable[PathLike], *, download: bool = True) -> Found
         raise CheckpointError("the list of files is empty")
     files: list[Source] = []
     for shown in shown_all:
-        mode = _mode_of(shown)
-        if mode is None:
+        about = _about(shown)
+        if about is None:
             raise nothing_at(shown)
-        if stat.S_ISDIR(mode) or shown.lower().endswith(INDEX_SUFFIX):
-            kind = "a folder" if stat.S_ISDIR(mode) else "an index"
+        if stat.S_ISDIR(about.st_mode) or shown.lower().endswith(INDEX_SUFFIX):
+            kind = "a folder" if stat.S_ISDIR(about.st_mode) else "an index"
             raise CheckpointError(
                 f"{clean(shown)}: a list takes safetensors files, and this is {kind}; give it alone"
             )
-        files.extend(_file(shown, mode).files)
+        files.extend(_file(shown, about).files)
     where = shown_all[0] if len(files) == 1 else f"{shown_all[0]} and {len(files) - 1:,} more"
     return Found(where, tuple(files))
 
@@ -147,20 +144,20 @@ def _as_text(path: object) -> str:
     return text
 
 
-def _mode_of(shown: str) -> int | None:
-    """What kind of thing is at a path; None where nothing is."""
+def _about(shown: str) -> os.stat_result | None:
+    """What is at a path; None where nothing is."""
     try:
-        return os.stat(shown).st_mode
+        return os.stat(shown)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise refused(error, shown, "looked at") from None
 
 
-def _source(shown: str, member: str | None = None) -> Source:
+def _source(shown: str, nbytes: int, member: str | None = None) -> Source:
     # Not abspath(): it takes 'link/..' for the link's own folder, the kernel for the folder that it leads to.
     absolute = shown if os.path.isabs(shown) else os.path.join(_working_folder(shown), shown)
-    return Source(shown, os.fsencode(absolute), member)
+    return Source(shown, os.fsencode(absolute), member, nbytes)
 
 
 def _working_folder(shown: str) -> str:
@@ -170,15 +167,15 @@ def _working_folder(shown: str) -> str:
         raise refused(error, shown, "reached from the working folder, which is gone") from None
 
 
-def _file(shown: str, mode: int) -> Found:
-    if not stat.S_ISREG(mode):
-        raise not_a_file(shown, mode)
+def _file(shown: str, about: os.stat_result) -> Found:
+    if not stat.S_ISREG(about.st_mode):
+        raise not_a_file(shown, about.st_mode)
     if shown.lower().endswith(INDEX_SUFFIX):
         return _index(os.path.dirname(shown), os.path.basename(shown), shown)
     suffix = foreign_suffix(shown)
     if suffix is not None:
         raise _other_format(shown, suffix)
-    return Found(shown, (_source(shown),))
+    return Found(shown, (_source(shown, about.st_size),))
 
 
 def _other_format(shown: str, suffix: str) -> CheckpointError:
@@ -208,9 +205,7 @@ def _folder(shown: str) -> Found:
             if hub.is_cache_folder(shown, names):
                 return replace(_folder(hub.snapshot_of(shown)), where=shown)
             raise nothing_in(shown, names, _folders_with_weights(shown, names))
-        found = Found(shown, tuple(_source(os.path.join(shown, name)) for name in chosen))
-        for source in found.files:
-            _check_shard(source, "")
+        found = Found(shown, tuple(_shard(os.path.join(shown, name), None, "") for name in chosen))
     taken = {os.path.basename(source.path) for source in found.files}
     others = sorted(name for name in names if name.lower().endswith(SUFFIX) and name not in taken)
     return replace(found, left_out=tuple(others))
@@ -233,9 +228,8 @@ def _index(folder: str, name: str, where: str) -> Found:
     path = os.path.join(folder, name)
     weights = parse_index(_index_text(path), path)
     members = sorted(set(weights.values()), key=natural_key)
-    files = tuple(_source(os.path.join(folder, member), member) for member in members)
-    for source in files:
-        _check_shard(source, f" (the index {quote(name)} lists it)")
+    said = f" (the index {quote(name)} lists it)"
+    files = tuple(_shard(os.path.join(folder, member), member, said) for member in members)
     return Found(where, files, weights)
 
 
@@ -250,10 +244,11 @@ def _index_text(path: str) -> bytes:
     return text
 
 
-def _check_shard(source: Source, said: str) -> None:
-    mode = _mode_of(source.path)
-    if mode is None:
-        missing = nothing_at(source.path)
+def _shard(path: str, member: str | None, said: str) -> Source:
+    about = _about(path)
+    if about is None:
+        missing = nothing_at(path)
         raise CheckpointError(f"{missing}. A shard is missing{said}; download or copy it again")
-    if not stat.S_ISREG(mode):
-        raise not_a_file(source.path, mode, said)
+    if not stat.S_ISREG(about.st_mode):
+        raise not_a_file(path, about.st_mode, said)
+    return _source(path, about.st_size, member)

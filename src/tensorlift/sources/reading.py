@@ -1,20 +1,15 @@
-"""Reading the headers of files: each file opened once, at most a handful at a time."""
+"""Reading the headers of files: each file opened once, unless it is to be said what is wrong with it."""
 
 from __future__ import annotations
 
-import _thread
 import contextlib
-import itertools
 import os
 import stat
-import time
-import weakref
 from collections.abc import Generator, Iterator, Sequence
-from queue import SimpleQueue
-from typing import TypeAlias
+from typing import NamedTuple
 
-from tensorlift.engine.headers import HeaderScan
-from tensorlift.errors import TruncatedError
+from tensorlift.engine.headers import FileHeaders, HeaderScan
+from tensorlift.errors import LibraryError, TruncatedError
 from tensorlift.format.checkpoint import Checkpoint, Shard, check_together, join, join_some
 from tensorlift.format.header import LENGTH_BYTES, PREFIX_BYTES, header_length, parse
 from tensorlift.format.quoting import clean
@@ -26,10 +21,9 @@ __all__ = ["read_headers", "read_headers_in_parts"]
 # Opening and one small read wait for storage, not for a CPU; eight at a time hide the round trips of a
 # network mount and stay far below any limit of open files.
 _THREADS = 8
-# Bytes of the first read: the whole header of a usual shard (a few hundred tensors take 30 to 60 kB).
-_FIRST_READ = 64 << 10
-# Bytes of files that are laid out together once reading has begun: some 20 ms of a fast link, against about
-# one that a part costs.
+_FIRST_READ = 64 << 10  # bytes, as in the library
+# Least bytes of files that are laid out together once reading has begun: some 20 ms of a fast link, against
+# about one that a part costs.
 _PART_BYTES = 1 << 30
 
 
@@ -52,9 +46,9 @@ def read_headers_in_parts(found: Found) -> Generator[Checkpoint, None, None]:
     some: list[Shard] = []
     seen: set[tuple[int, int]] = set()
     members = found.members
-    begin, wanted, held = 0, 0, 0
-    for at, (source, info, scan) in enumerate(_read_all(found.files)):
-        shard = _parsed(source, info, scan)
+    begin, wanted, held, total = 0, 0, 0, 0
+    for at, read in enumerate(_read_all(found.files)):
+        shard = _parsed(*read)
         # Without an index two names may mean one file.
         if found.weight_map is not None or (shard.device, shard.inode) not in seen:
             some.append(shard)
@@ -66,83 +60,40 @@ def read_headers_in_parts(found: Found) -> Generator[Checkpoint, None, None]:
             if is_last:
                 check_together(parts, found.where, found.weight_map, members)
             yield parts[-1]
-            # At first the smallest part, so that reading begins; then few, for each costs a little.
-            some, begin, wanted, held = [], at + 1, _PART_BYTES, 0
+            # At first the smallest part, so that reading begins; then few, for each costs a little: as much
+            # as is being read already.
+            total += held
+            some, begin, wanted, held = [], at + 1, max(_PART_BYTES, total), 0
 
 
-_Read: TypeAlias = "tuple[Source, os.stat_result, HeaderScan]"
+class _Read(NamedTuple):
+    """A header, and its file's size, device and inode."""
 
-
-class _Taken:
-    """How many headers the caller has taken; gone with it."""
-
-    count = 0
+    source: Source
+    identity: tuple[int, int, int]
+    scan: HeaderScan
 
 
 def _read_all(files: Sequence[Source]) -> Iterator[_Read]:
     """Headers in the order of the files, read by a few threads where there are several.
 
-    What has to hold the GIL the caller's thread does while the next files are read; no more than twice the
-    threads' number of headers wait in memory.
+    What has to hold the GIL the caller's thread does while the next files are read.
     """
-    if len(files) == 1:
-        yield _read(files[0])
+    try:
+        headers = FileHeaders([source.absolute for source in files], _THREADS if len(files) > 1 else 0)
+    except LibraryError:  # nothing is loaded without it, but headers can be shown
+        yield from map(_read, files)
         return
-    # Neither a pool nor threading.Thread: their locks are Python's own, and an exception of a signal's
-    # handler (Ctrl-C) that comes while one is taken leaves it taken, for a thread to wait for it for ever.
-    # Nor do the threads wait for anything that such an exception could keep the caller from doing.
-    read: SimpleQueue[tuple[int, _Read | BaseException]] = SimpleQueue()
-    early: dict[int, _Read | BaseException] = {}
-    ended: list[None] = []
-    taken, numbers, threads = _Taken(), itertools.count(), 0
-    try:
-        with contextlib.suppress(RuntimeError):  # too many threads, or no memory for one more
-            for _ in range(min(_THREADS, len(files))):
-                _thread.start_new_thread(_work, (files, numbers, weakref.ref(taken), read, ended))
-                threads += 1
+    with contextlib.closing(headers):
         for at, source in enumerate(files):
-            while threads and at not in early:
-                number, found = read.get()
-                early[number] = found
-            found = early.pop(at) if threads else _read(source)
-            if isinstance(found, BaseException):
-                raise found
-            taken.count = at + 1
-            yield found
-    finally:
-        del taken
-        # Looked at, not counted down: what such an exception keeps from being counted would be waited for.
-        while len(ended) < threads:
-            time.sleep(0.0002)
-
-
-def _work(
-    files: Sequence[Source],
-    numbers: Iterator[int],
-    taken: weakref.ref[_Taken],
-    read: SimpleQueue[tuple[int, _Read | BaseException]],
-    ended: list[None],
-) -> None:
-    """A thread: reads the header whose turn it is, until there is none left, or nobody to take it."""
-    try:
-        while (at := next(numbers)) < len(files):
-            while (now := taken()) is not None and at - now.count > 2 * _THREADS:
-                del now
-                time.sleep(0.001)
-            if now is None:
-                return
-            del now
-            try:
-                read.put((at, _read(files[at])))
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-                read.put((at, error))
-    finally:
-        ended.append(None)
+            scan = headers.take(at)
+            # What the library does not read is read again, to say why; it may be there by now.
+            yield _read(source) if scan is None else _Read(source, scan.identity, scan)
 
 
 def _read(source: Source) -> _Read:
     info, raw = _header_bytes(source)
-    return source, info, HeaderScan(raw)
+    return _Read(source, (info.st_size, info.st_dev, info.st_ino), HeaderScan(raw))
 
 
 def _header_bytes(source: Source) -> tuple[os.stat_result, bytes]:
@@ -187,6 +138,7 @@ def _read_exactly(fd: int, nbytes: int, path: str) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _parsed(source: Source, info: os.stat_result, scan: HeaderScan) -> Shard:
-    header = parse(scan.raw, info.st_size, source.path, scan.result())
-    return Shard(source.path, source.absolute, info.st_size, info.st_dev, info.st_ino, header)
+def _parsed(source: Source, identity: tuple[int, int, int], scan: HeaderScan) -> Shard:
+    nbytes, device, inode = identity
+    header = parse(scan.raw, nbytes, source.path, scan.result())
+    return Shard(source.path, source.absolute, nbytes, device, inode, header)

@@ -33,10 +33,13 @@ from tensorlift.plan.extents import Extents, overlapping
 from tensorlift.tensors.devices import check_kind
 from tensorlift.tensors.views import torch_dtype, torch_shape
 
-__all__ = ["Match", "Target", "match", "reach", "tensors_of"]
+__all__ = ["Match", "Target", "is_versioned", "match", "reach", "tensors_of"]
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _LAYOUT, _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("layout", "device", "dtype", "shape"))
+# Tensor.is_neg(), is_conj() and is_inference() give the GIL away, each time; what they look at does not.
+_keys_of, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
+_NEGATED, _CONJUGATED, _VERSIONED = _Key.Negative, _Key.Conjugate, _Key.ADInplaceOrView
 _PACKED = frozenset(dtype.id for dtype in dtypes.ALL if dtype.elements > 1)
 
 
@@ -151,17 +154,15 @@ def _found(given: list[tuple[str, torch.Tensor, int]], checkpoint: Checkpoint) -
         dtype is like
         and size == shape
         and dense
-        and not negated
-        and not (dtype.is_complex and tensor.is_conj())
-        for tensor, dtype, like, size, shape, dense, negated in zip(
-            tensors,
+        and not keys.has(_NEGATED)
+        and not (dtype.is_complex and keys.has(_CONJUGATED))
+        for dtype, like, size, shape, dense, keys in zip(
             map(_DTYPE, tensors),
             wanted,
             map(_SHAPE, tensors),
             shapes,
             map(torch.Tensor.is_contiguous, tensors),
-            # Gives the GIL away; nothing else says it for detached views and inference tensors.
-            map(torch.Tensor.is_neg, tensors),
+            map(_keys_of, tensors),
             strict=True,
         )
     ]
@@ -185,11 +186,15 @@ def _target(
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in _PLAIN
-        and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    keys = _keys_of(tensor)
+    return not (keys.has(_CONJUGATED) or keys.has(_NEGATED))
+
+
+def is_versioned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor counts its changes: all but inference tensors do."""
+    return _keys_of(tensor).has(_VERSIONED)
 
 
 def _identity(tensor: torch.Tensor) -> object:

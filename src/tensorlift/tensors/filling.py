@@ -19,7 +19,7 @@ from tensorlift.options import LoadOptions
 from tensorlift.progress import finished, reporter, ticker
 from tensorlift.stats import LoadStats, merged
 from tensorlift.tensors import memory as memories
-from tensorlift.tensors.destinations import Match, Target, match, reach, tensors_of
+from tensorlift.tensors.destinations import Match, Target, is_versioned, match, reach, tensors_of
 from tensorlift.tensors.direct import Direct, check_writable
 from tensorlift.tensors.exchanging import Exchanging
 from tensorlift.tensors.running import Tick, both
@@ -280,4 +280,4 @@ def _bump_versions(targets: list[Target]) -> None:
     try:
         torch.autograd.graph.increment_version(changed)
     except RuntimeError:
-        torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
+        torch.autograd.graph.increment_version(list(filter(is_versioned, changed)))

@@ -39,18 +39,22 @@ class Part:
         self.table = table = Table(checkpoint, rows)
         wanted = Wanted(table.files, table.starts, table.sizes, table.alignments)
         layout = lay_out(wanted, rules, None if exchange is None else exchange.rows)
-        self._last_use, self._first_arenas = _last_use(layout), _arenas_begun(layout)
-        self.gathered = [
-            (batch, arena)
-            for batch, arenas in enumerate(self._first_arenas)
-            for arena in arenas
-            if layout.arena_exchanged[arena]
-        ]
+        self._arena_of = [-1] * layout.batch_count
+        self._first_arenas: list[list[int]] = [[] for _ in range(layout.batch_count)]
+        self._last_use: dict[int, list[int]] = {}
+        self._follow_arenas(layout)
+        self.gathered: list[tuple[int, int]] = []
         """Of each gather, in their order: the batch with which the arena is read, and the arena."""
-        self.gather_of = {batch: number for number, (batch, _) in enumerate(self.gathered)}
         if exchange is not None:
+            self.gathered = [
+                (batch, arena)
+                for batch, arenas in enumerate(self._first_arenas)
+                for arena in arenas
+                if layout.arena_exchanged[arena]
+            ]
             exchange.plan([int(layout.arena_used[arena]) for _, arena in self.gathered])
             layout = take_share(layout, exchange.share)
+        self.gather_of = {batch: number for number, (batch, _) in enumerate(self.gathered)}
         self.layout = layout
         self.batch_count = layout.batch_count
         edges = np.arange(layout.batch_count + 1)
@@ -61,6 +65,17 @@ class Part:
         self.checks: Checks | None = None
         self.arenas: dict[int, Arena] = {}
         self._addresses = np.zeros(len(layout.arena_nbytes), np.uint64)
+
+    def _follow_arenas(self, layout: Layout) -> None:
+        """The arena of each batch that has bytes, and the arenas by the first and the last batch of each."""
+        last: dict[int, int] = {}
+        for arena, batch in zip(layout.run_arena.tolist(), layout.run_batch.tolist(), strict=True):
+            if arena not in last:
+                self._first_arenas[batch].append(arena)
+            last[arena] = batch
+            self._arena_of[batch] = arena
+        for arena, batch in last.items():
+            self._last_use.setdefault(batch, []).append(arena)
 
     @property
     def piece_count(self) -> int:
@@ -125,7 +140,7 @@ class Part:
     def tensors(self, batch: int, memory: Memory) -> list[torch.Tensor]:
         """The tensors of a batch whose arena is there; RequestError where it was let go."""
         first, last = self.batch_edges[batch], self.batch_edges[batch + 1]
-        used = int(self.layout.arenas[first:last].max(initial=-1))
+        used = self._arena_of[batch]
         arena = self.arenas.get(used)
         if arena is None and used >= 0:
             raise RequestError("the load was closed")
@@ -133,8 +148,7 @@ class Part:
 
     def used_on(self, batch: int, stream: int) -> None:
         """A batch that has come is handed out to work on this stream."""
-        part = slice(self.batch_edges[batch], self.batch_edges[batch + 1])
-        arena = self.arenas.get(int(self.layout.arenas[part].max(initial=-1)))
+        arena = self.arenas.get(self._arena_of[batch])
         if arena is not None:
             arena.used_on(stream)
 
@@ -152,23 +166,3 @@ class Part:
         """Lets go of all."""
         while self.arenas:
             self.arenas.popitem()[1].release()
-
-
-def _last_use(layout: Layout) -> dict[int, list[int]]:
-    """Arenas by the last batch that uses them."""
-    last: dict[int, int] = {}
-    for arena, batch in zip(layout.run_arena.tolist(), layout.run_batch.tolist(), strict=True):
-        last[arena] = batch
-    by_batch: dict[int, list[int]] = {}
-    for arena, batch in last.items():
-        by_batch.setdefault(batch, []).append(arena)
-    return by_batch
-
-
-def _arenas_begun(layout: Layout) -> list[list[int]]:
-    """For each batch, the arenas that it is the first to use."""
-    begun: list[list[int]] = [[] for _ in range(layout.batch_count)]
-    arenas, first = np.unique(layout.run_arena, return_index=True)
-    for arena, run in zip(arenas.tolist(), first.tolist(), strict=True):
-        begun[int(layout.run_batch[run])].append(arena)
-    return begun

@@ -77,7 +77,7 @@ class Running:
     def _add_files(self, checkpoint: Checkpoint, used: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Names the shards in ``used``; the engine's index of a file by the shard's (-1: not named)."""
         files = np.full(len(checkpoint.shards), -1, np.int32)
-        for shard in np.unique(used).tolist():
+        for shard in np.flatnonzero(np.bincount(used)).tolist():
             files[shard] = self._engine.add_file(checkpoint.shards[shard])
         return files
 

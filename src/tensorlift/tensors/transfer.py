@@ -249,8 +249,8 @@ class Transfer(Running):
         for part in self._parts:
             done = part.batch_edges[min(left, part.batch_count)]
             left -= min(left, part.batch_count)
-            nbytes += int(part.table.sizes[:done].sum())
-            files += len(np.unique(part.table.files[:done]))
+            nbytes += part.table.nbytes if done == len(part.table) else int(part.table.sizes[:done].sum())
+            files += int(np.count_nonzero(np.bincount(part.table.files[:done])))
             tensors += done
         return self.report().stats(
             nbytes=nbytes,

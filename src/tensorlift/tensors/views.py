@@ -39,7 +39,6 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 
-_CODES, _BITS, _LANES = (np.array([dtype.dl[part] for dtype in dtypes.ALL]) for part in range(3))
 _ALIGNMENTS = np.array([dtype.alignment for dtype in dtypes.ALL], np.int64)
 _ELEMENTS = np.array([dtype.elements for dtype in dtypes.ALL], np.int64)
 # Integers of the same size, for dtypes whose DLPack this torch refuses: DLPack's code of signed ones is 0,
@@ -76,7 +75,7 @@ def torch_shape(dtype: dtypes.Dtype, shape: Sequence[int]) -> tuple[int, ...]:
 def check_expressible(checkpoint: Checkpoint, rows: Ints) -> None:
     """Raises DtypeError for the first wanted tensor that the running torch cannot express."""
     ids = checkpoint.dtypes[rows]
-    for number in np.unique(ids).tolist():
+    for number in sorted(set(ids.tobytes())):
         dtype = dtypes.ALL[number]
         if torch_dtype(dtype) is None or dtype.elements > 1:
             for row in rows[ids == number].tolist():
@@ -132,26 +131,31 @@ class Table:
         """Raises DtypeError for a wanted tensor that the running torch cannot express."""
         check_expressible(checkpoint, rows)
         every = len(rows) == len(checkpoint.names)
-        wanted = rows.tolist()
+        wanted = [] if every else rows.tolist()
         self.names: list[str] = checkpoint.names if every else [checkpoint.names[row] for row in wanted]
         shapes = checkpoint.shapes if every else [checkpoint.shapes[row] for row in wanted]
-        self.ids: npt.NDArray[np.uint8] = checkpoint.dtypes[rows]
-        self.files = checkpoint.shard_of[rows]
-        self.starts, self.sizes = checkpoint.starts[rows], checkpoint.sizes[rows]
+        # Of all, the columns that are there.
+        some: Any = slice(None) if every else rows
+        self.ids: npt.NDArray[np.uint8] = checkpoint.dtypes[some]
+        self.files = checkpoint.shard_of[some]
+        self.starts, self.sizes = checkpoint.starts[some], checkpoint.sizes[some]
+        self.nbytes = int(self.sizes.sum())
+        """Of all tensors."""
+        self._all_solid = bool(self.sizes.min(initial=1) > 0)
         self.alignments = _ALIGNMENTS[self.ids]
         self.ndims = np.fromiter(map(len, shapes), np.int32, len(shapes))
-        self._dims = np.fromiter(itertools.chain.from_iterable(shapes), np.int64, int(self.ndims.sum()))
-        self._edges = np.concatenate((np.zeros(1, np.int64), np.cumsum(self.ndims, dtype=np.int64)))
-        packed = np.flatnonzero(_ELEMENTS[self.ids] > 1)
-        self._dims[self._edges[packed + 1] - 1] //= _ELEMENTS[self.ids[packed]]
+        self._dims = np.fromiter(itertools.chain.from_iterable(shapes), np.int64)
+        self._edges = np.zeros(len(shapes) + 1, np.int64)
+        np.cumsum(self.ndims, out=self._edges[1:])
+        self._kinds = set(self.ids.tobytes())
+        if any(dtypes.ALL[number].elements > 1 for number in self._kinds):
+            packed = np.flatnonzero(_ELEMENTS[self.ids] > 1)
+            self._dims[self._edges[packed + 1] - 1] //= _ELEMENTS[self.ids[packed]]
+        self._capsule_types: tuple[npt.NDArray[Any], ...] | None = None
+        self._replaced: list[int] = []
 
     def __len__(self) -> int:
         return len(self.names)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return int(self.sizes.sum())
 
     def shape(self, position: int) -> tuple[int, ...]:
         """Shape in torch of one tensor."""
@@ -168,46 +172,48 @@ class Table:
     ) -> list[torch.Tensor]:
         """Tensors [first, last), in one arena at ``offsets`` (of these); arena None: none has bytes."""
         with torch.inference_mode(False):
+            if arena is not None and self._all_solid:
+                dims = self._dims[self._edges[first] : self._edges[last]]
+                return self._solid(slice(first, last), dims, arena, offsets, memory)
             solid = self.sizes[first:last] > 0
-            if arena is not None and solid.all():
-                return self._solid(np.arange(first, last), arena, offsets, memory)
             made: list[Any] = [None] * (last - first)
             some = np.flatnonzero(solid)
             if arena is not None and len(some):
-                for position, tensor in zip(
-                    some.tolist(), self._solid(some + first, arena, offsets[some], memory), strict=True
-                ):
+                parts = [self._dims[self._edges[at] : self._edges[at + 1]] for at in (some + first).tolist()]
+                dims = np.concatenate(parts)
+                there = self._solid(some + first, dims, arena, offsets[some], memory)
+                for position, tensor in zip(some.tolist(), there, strict=True):
                     made[position] = tensor
             for position in np.flatnonzero(~solid).tolist():
                 at = first + position
                 made[position] = torch.empty(self.shape(at), dtype=self.dtype(at), device=memory.device)
             return made
 
-    def _solid(self, positions: Ints, arena: Arena, offsets: Ints, memory: Memory) -> list[torch.Tensor]:
-        ids = self.ids[positions]
-        codes, bits, lanes = _CODES[ids], _BITS[ids], _LANES[ids]
-        replaced: list[int] = []
-        for number in np.unique(ids).tolist():
-            kind = _capsule_type(number)
-            if kind != dtypes.ALL[number].dl:
-                same = ids == number
-                codes[same], bits[same], lanes[same] = kind
-                replaced.append(number)
-        ndims = self.ndims[positions]
-        first, last = int(positions[0]), int(positions[-1])
-        if last - first + 1 == len(positions):
-            dims = self._dims[self._edges[first] : self._edges[last + 1]]
-        else:
-            parts = [self._dims[self._edges[at] : self._edges[at + 1]] for at in positions.tolist()]
-            dims = np.concatenate(parts)
-        spec = abi.CapsuleSpec(offsets.astype(np.uint64), codes, bits, lanes, ndims, dims)
+    def _solid(
+        self, which: slice | Ints, dims: Ints, arena: Arena, offsets: Ints, memory: Memory
+    ) -> list[torch.Tensor]:
+        """Tensors that have bytes; ``dims`` are all of theirs."""
+        codes, bits, lanes = self._types()
+        places = offsets.view(np.uint64)
+        spec = abi.CapsuleSpec(places, codes[which], bits[which], lanes[which], self.ndims[which], dims)
         capsules = abi.library().capsules(arena.handle, arena.address, spec, memory.dlpack_device)
         made = list(map(_from_dlpack, capsules))
-        for number in replaced:
+        for number in self._replaced:
             dtype = torch_dtype(dtypes.ALL[number])
-            for at in np.flatnonzero(ids == number).tolist():
+            for at in np.flatnonzero(self.ids[which] == number).tolist():
                 made[at] = made[at].view(dtype)
         return made
+
+    def _types(self) -> tuple[npt.NDArray[Any], ...]:
+        """DLPack's types of all tensors, made once."""
+        if self._capsule_types is None:
+            kinds = [dtype.dl for dtype in dtypes.ALL]
+            for number in self._kinds:
+                kinds[number] = _capsule_type(number)
+            self._replaced = [number for number in self._kinds if kinds[number] != dtypes.ALL[number].dl]
+            tables = zip(zip(*kinds, strict=True), (np.uint8, np.uint8, np.uint16), strict=True)
+            self._capsule_types = tuple(np.array(table, kind)[self.ids] for table, kind in tables)
+        return self._capsule_types
 
 
 def _spec_of_one(kind: tuple[int, int, int], shape: tuple[int, ...]) -> abi.CapsuleSpec:
