@@ -27,6 +27,7 @@ PROGRAMS = [
     "faults",
     "headers",
     "cufile",
+    "rows",
 ]
 SANITIZERS = {"address,undefined": "asan", "thread": "tsan"}
 # One test of the program `fences` for each fence of native/src/mutants.hpp.

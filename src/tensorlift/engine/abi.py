@@ -38,7 +38,7 @@ __all__ = [
     "pread",
 ]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 BACKEND_CODES = {name: code for code, name in enumerate(BACKENDS)}
 DEVICE_CPU, DEVICE_CUDA, DEVICE_HIP = 0, 1, 2
 OPTION_TRACE, OPTION_WARM, DIGEST_BYTES = 1, 2, 16
