@@ -30,10 +30,11 @@ from tensorlift.engine.trace import traced
 from tensorlift.errors import OptionError
 from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.options import LoadOptions
+from tensorlift.plan.parts import Asked, Slices
 from tensorlift.progress import finished, reporter, ticker
 from tensorlift.stats import LoadStats, timed
 from tensorlift.tensors import memory as memories
-from tensorlift.tensors.filling import Asked, Filled, fill
+from tensorlift.tensors.filling import Filled, fill
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 from tensorlift.weights import Weights
 
@@ -62,6 +63,7 @@ def load(
     *,
     names: Names = None,
     verify: Verify = None,
+    slices: Slices = None,
     **options: object,
 ) -> LoadedState:
     """Loads a checkpoint: a dict of tensors by name, in file order, every one owned.
@@ -73,6 +75,12 @@ def load(
     verify: compare each tensor with its digest: True takes what ``tensorlift digest`` wrote beside the files,
         a path names it (each loaded tensor has to be in it, with its dtype and shape); a mapping from names
         to 32 hexadecimal digits checks those tensors alone. None: ``TENSORLIFT_VERIFY``, else nothing.
+    slices: take only a part of some tensors: a mapping from names to (dim, start, stop), or a function of
+        name and shape that returns such, or None for all of it. What comes is ``tensor.narrow(dim, start,
+        stop - start)``, owned and contiguous, and no more is read than the rows that it touches. Shapes are
+        those in the file (F4 counts half bytes); dim counts from 0, 0 <= start <= stop <= shape[dim]. Names
+        that ``names`` leaves out are passed over. Parts have no digests: ``verify`` compares whole tensors
+        alone (``stats.verified`` counts them), and a mapping of digests must not name a part.
     options: the fields of LoadOptions; an explicit value wins over ``TENSORLIFT_<NAME>``.
 
     The dict's ``stats`` is a LoadStats. On a device, the bytes are there for work on the current stream.
@@ -86,13 +94,14 @@ def load(
         clock = Clock(trace)
         with clock.phase("headers"):
             found = sources.find(path)
-        # What names and digests mean shows only when all headers are there.
-        if names is None and settings.verify in (None, False) and len(found.files) > 1 and memory.native_kind:
+        # What names, slices and digests mean shows only when all headers are there.
+        whole = names is None and slices is None and settings.verify in (None, False)
+        if whole and len(found.files) > 1 and memory.native_kind:
             state = _load_in_parts(found, memory, settings, clock)
         else:
             with clock.phase("headers"):
                 checkpoint = sources.read_headers(found)
-            state = load_tensors(checkpoint, memory, settings, clock, names)
+            state = load_tensors(checkpoint, memory, settings, clock, names, slices)
     state.stats = timed(state.stats, time.perf_counter() - begin)
     return state
 
@@ -103,10 +112,10 @@ def load_tensors(
     settings: LoadOptions,
     clock: Clock,
     names: Names = None,
+    slices: Slices = None,
 ) -> LoadedState:
     """load() of a checkpoint whose headers are read; its ``stats`` lack the total."""
-    rows = checkpoint.select(names)
-    expected = sources.expected_digests(checkpoint, rows, settings, whole=names is None)
+    checkpoint, rows, expected = sources.asked_of(checkpoint, names, slices, settings)
     rules = rules_of(budget_of(settings, memory), memory, uniform=False)
     return _collected(Transfer.of(checkpoint, rows, memory, settings, rules, clock, expected), (), settings)
 
@@ -161,6 +170,7 @@ def open(
     *,
     names: Names = None,
     verify: Verify = None,
+    slices: Slices = None,
     **options: object,
 ) -> Weights:
     """Opens a checkpoint for one pass over its tensors; arguments and errors as for load().
@@ -170,7 +180,8 @@ def open(
     before those that were read together with a wrong one.
     """
     settings = LoadOptions.resolve(verify=verify, **options)
-    return Weights(path, memories.for_device(device, private=settings.own != "tensor"), names, settings)
+    memory = memories.for_device(device, private=settings.own != "tensor")
+    return Weights(path, memory, names, settings, slices)
 
 
 def load_into(
@@ -180,6 +191,7 @@ def load_into(
     strict: bool = True,
     names: Names = None,
     verify: Verify = None,
+    slices: Slices = None,
     **options: object,
 ) -> Filled:
     """Reads a checkpoint straight into the parameters and buffers of a module, or into a dict of tensors.
@@ -192,6 +204,7 @@ def load_into(
         (ties satisfy it). With ``names``, only names that it selects count on either side.
     verify: as for load(); the bytes of the file are what is compared, before a dtype is converted. What is
         filled in place is in the parameters already when DigestError comes.
+    slices: as for load(); a destination has to have the shape of the slice.
 
     Returns ``missing_keys``, ``unexpected_keys`` and ``stats``. After an error that comes while bytes are
     read, the contents of the destinations are undefined. Autograd sees the change as an in-place one. Raises
@@ -211,10 +224,8 @@ def load_into(
         def ask() -> Asked:
             with clock.phase("headers"):
                 checkpoint = sources.read_headers(found)
-            rows = checkpoint.select(names)
-            expected = sources.expected_digests(checkpoint, rows, settings, whole=names is None)
-            return Asked(checkpoint, rows, expected)
+            return sources.asked_of(checkpoint, names, slices, settings)
 
-        nbytes = sources.file_bytes(found) if names is None else None
+        nbytes = sources.file_bytes(found) if names is None and slices is None else None
         filled = fill(model, ask, names, strict, settings, clock, nbytes)
     return dataclasses.replace(filled, stats=timed(filled.stats, time.perf_counter() - begin))

@@ -17,6 +17,7 @@ from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Names
 from tensorlift.format.quoting import plural, quote
 from tensorlift.options import LoadOptions
+from tensorlift.plan.parts import Slices
 from tensorlift.progress import finished, reporter, ticker
 from tensorlift.stats import LoadStats, timed
 from tensorlift.tensors import devices
@@ -34,17 +35,23 @@ class Weights:
     waited for, and memory that was read ahead goes back; an exception of the consumer comes out as it is.
     """
 
-    def __init__(self, path: Any, memory: memories.Memory, names: Names, settings: LoadOptions) -> None:
+    def __init__(
+        self,
+        path: Any,
+        memory: memories.Memory,
+        names: Names,
+        settings: LoadOptions,
+        slices: Slices = None,
+    ) -> None:
         """Made by open()."""
         begin = time.perf_counter()
         self._memory, self._settings = memory, settings
         with contextlib.ExitStack() as ending:
             self._clock = Clock(ending.enter_context(traced(settings.trace)))
             with self._clock.phase("headers"):
-                self._checkpoint = sources.read_headers(sources.find(path))
-            self._rows = self._checkpoint.select(names)
-            self._expected = sources.expected_digests(
-                self._checkpoint, self._rows, settings, whole=names is None
+                checkpoint = sources.read_headers(sources.find(path))
+            self._checkpoint, self._rows, self._expected = sources.asked_of(
+                checkpoint, names, slices, settings
             )
             # From here on the end of the pass, or close(), ends the trace.
             self._ending = ending.pop_all()

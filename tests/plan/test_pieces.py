@@ -30,6 +30,11 @@ def test_new_pieces() -> None:
     assert pieces.tolist() == [(8, 4, 1 << 63, 0, 0, 0, 0), (16, 5, 7, 1, 0, 0, 0)]
 
 
+def test_rows_are_not_merged() -> None:
+    pieces = new_pieces([0] * 3, [0, 8, 16], [8, 8, 8], [0, 8, 16], [0, 2, 0], [0, 4, 0])
+    assert merge_pieces(pieces).tolist() == pieces.tolist()
+
+
 STEPS = st.lists(
     st.tuples(st.integers(0, 1), st.integers(0, 9), st.sampled_from([0, 0, 3]), st.sampled_from([0, 0, 5]))
 )

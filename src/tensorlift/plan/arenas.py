@@ -53,6 +53,8 @@ class Wanted(NamedTuple):
     sizes: Ints
     alignments: Ints
     """Powers of two up to 16: what the dtype needs."""
+    alone: npt.NDArray[np.bool_] | None = None
+    """Tensors whose bytes are no range of their file: each is a run. None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Layout:
     tensor i: ``arenas[i]`` (-1: it has no bytes), ``offsets[i]`` in the arena, ``batches[i]``
     arena a: ``arena_nbytes[a]``, numbered in the order of first use; ``arena_used[a]`` without the spare end
     run r: ``run_file``, ``run_start`` (file offset), ``run_nbytes``, ``run_arena``, ``run_offset``,
-    ``run_batch``
+    ``run_batch``, ``run_first`` (its first tensor)
     """
 
     arenas: npt.NDArray[np.int32]
@@ -88,6 +90,7 @@ class Layout:
     run_arena: npt.NDArray[np.int32]
     run_offset: Ints
     run_batch: npt.NDArray[np.int32]
+    run_first: Ints
     batch_count: int
 
 
@@ -123,7 +126,8 @@ def lay_out(wanted: Wanted, rules: Rules) -> Layout:
 
 
 def _take(wanted: Wanted, rows: Ints) -> Wanted:
-    return Wanted(wanted.files[rows], wanted.starts[rows], wanted.sizes[rows], wanted.alignments[rows])
+    alone = None if wanted.alone is None else wanted.alone[rows]
+    return Wanted(wanted.files[rows], wanted.starts[rows], wanted.sizes[rows], wanted.alignments[rows], alone)
 
 
 def _small_stretches(body: Wanted) -> npt.NDArray[np.bool_]:
@@ -138,10 +142,12 @@ def _small_stretches(body: Wanted) -> npt.NDArray[np.bool_]:
 
 def _place(body: Wanted, rules: Rules, capacity: int) -> _Placed:
     """Arena, offset and run breaks of tensors that all have bytes, in the order given."""
-    files, starts, sizes, _ = body
+    files, starts, sizes, _, alone = body
     ends = starts + sizes
     apart = np.ones(len(starts), bool)
     apart[1:] = (files[1:] != files[:-1]) | (starts[1:] != ends[:-1])
+    if alone is not None:
+        apart[1:] |= alone[1:] | alone[:-1]
     residues = _residues(body, apart, rules)
     breaks = apart.copy()
     breaks[1:] |= residues[1:] != residues[:-1]
@@ -261,5 +267,6 @@ def _assemble(
         run_arena=arena[first].astype(np.int32),
         run_offset=offset[first],
         run_batch=batches[some][first],
+        run_first=some[first],
         batch_count=int(batches[-1]) + 1 if count else 0,
     )

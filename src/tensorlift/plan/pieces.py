@@ -20,7 +20,7 @@ PIECE = np.dtype(
         ("stride", "u8"),
     ]
 )
-"""``rows`` 0: a range of the file. Else ``nbytes`` in so many rows, which begin every ``stride`` bytes there."""
+"""``rows`` 0: a range of the file. Else ``nbytes`` in so many rows, which begin ``stride`` apart there."""
 
 # TL_PIECE_JOIN: what lies between the piece before and this one is padding of one arena, and may be
 # overwritten.
@@ -30,13 +30,19 @@ DIGEST = 2
 
 
 def new_pieces(
-    file: npt.ArrayLike, file_offset: npt.ArrayLike, nbytes: npt.ArrayLike, destination: npt.ArrayLike
+    file: npt.ArrayLike,
+    file_offset: npt.ArrayLike,
+    nbytes: npt.ArrayLike,
+    destination: npt.ArrayLike,
+    rows: npt.ArrayLike = 0,
+    stride: npt.ArrayLike = 0,
 ) -> npt.NDArray[Any]:
-    """An array of PIECE, one element for each of the given: ranges, without flags. All in bytes."""
+    """An array of PIECE, one element for each of the given, without flags. All but ``rows`` in bytes."""
     offsets = np.asarray(file_offset)
     pieces = np.zeros(len(offsets), PIECE)
     pieces["file"], pieces["file_offset"] = file, offsets
     pieces["nbytes"], pieces["destination"] = nbytes, destination
+    pieces["rows"], pieces["stride"] = rows, stride
     return pieces
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tensorlift.errors import MismatchError, TensorNotFoundError
@@ -16,6 +14,7 @@ from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.format.digests import Expected
 from tensorlift.format.quoting import clean, quote
 from tensorlift.options import LoadOptions
+from tensorlift.plan.parts import Asked
 from tensorlift.progress import finished, reporter, ticker
 from tensorlift.stats import LoadStats, merged
 from tensorlift.tensors import memory as memories
@@ -25,7 +24,7 @@ from tensorlift.tensors.running import Tick
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 from tensorlift.tensors.views import check_expressible, collector_paused
 
-__all__ = ["Asked", "Filled", "fill"]
+__all__ = ["Filled", "fill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +36,6 @@ class Filled:
     unexpected_keys: list[str]
     """Names of the checkpoint that the model lacks."""
     stats: LoadStats
-
-
-class Asked(NamedTuple):
-    """What is to be loaded: rows of a checkpoint, and the digests that they must have, if any."""
-
-    checkpoint: Checkpoint
-    rows: npt.NDArray[np.int64]
-    expected: Expected | None
 
 
 def fill(

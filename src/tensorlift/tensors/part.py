@@ -14,6 +14,7 @@ from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.plan import pieces as plan_pieces
 from tensorlift.plan.arenas import Layout, Rules, Wanted, lay_out
+from tensorlift.plan.parts import spread_of
 from tensorlift.tensors.memory import Arena, Memory
 from tensorlift.tensors.views import Table
 
@@ -29,8 +30,10 @@ class Part:
     def __init__(self, checkpoint: Checkpoint, rows: npt.NDArray[np.int64], rules: Rules) -> None:
         """Lays out ``rows``; raises DtypeError for a tensor that the running torch cannot express."""
         self.table = table = Table(checkpoint, rows)
+        self._spread = spread = spread_of(checkpoint, rows)
+        alone = None if spread is None else spread.counts > 0
         self.layout = layout = lay_out(
-            Wanted(table.files, table.starts, table.sizes, table.alignments), rules
+            Wanted(table.files, table.starts, table.sizes, table.alignments, alone), rules
         )
         self.batch_count = layout.batch_count
         edges = np.arange(layout.batch_count + 1)
@@ -89,6 +92,7 @@ class Part:
             layout.run_start[runs],
             layout.run_nbytes[runs],
             self._addresses[owners] + layout.run_offset[runs].astype(np.uint64),
+            *(() if self._spread is None else self._spread.take(layout.run_first[runs])),
         )
         # Runs of one arena that come one after another belong to one batch: nothing but padding lies between
         # them.
