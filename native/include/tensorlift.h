@@ -123,21 +123,24 @@ typedef struct tl_options {
  * gives it back and makes its own. Not kept where a driver's call failed or memory could not be pinned. */
 #define TL_OPTION_KEEP 4u
 
-/* One contiguous copy from a file to memory. */
+/* One copy from a file to contiguous memory: of a range, or of rows that lie in the file at equal distances. What lies
+ * between two rows is read where it is less than a page, and never lands. */
 typedef struct tl_piece {
     uint64_t file_offset; /* from the start of the file */
-    uint64_t nbytes;      /* 0 is allowed and does nothing */
+    uint64_t nbytes;      /* of all rows; 0 is allowed where there are none, and does nothing */
     uint64_t destination; /* host or device address */
     int32_t file;         /* index of tl_engine_add_file */
     uint32_t flags;       /* TL_PIECE_... */
+    uint64_t rows;        /* 0: a range, and stride is 0 too; else nbytes is a multiple of it, and not 0 */
+    uint64_t stride;      /* from the begin of a row to that of the next, at least the bytes of a row */
 } tl_piece;
 
 /* The bytes between the end of the piece before (of the same call) and this one's destination are padding of one
  * arena: a copy may overwrite them. Without it every byte outside a piece stays as it is. */
 #define TL_PIECE_JOIN 1u
 
-/* Compute the digest of this piece's bytes before it lands (tl_engine_digests). Such a piece may not be larger than a
- * slot. */
+/* Compute the digest of this piece's bytes before it lands (tl_engine_digests). Such a piece is a range, and may not be
+ * larger than a slot. */
 #define TL_PIECE_DIGEST 2u
 
 typedef struct tl_stats {

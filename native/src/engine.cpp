@@ -73,13 +73,13 @@ Failure Engine::add_file(const char *path, uint64_t device, uint64_t inode, uint
 
 Failure Engine::submit(const tl_piece *pieces, uint64_t count, Stream consumer, uint64_t *ticket) {
     PlanBuilder builder({device_, options_.chunk_bytes, options_.slot_bytes});
-    size_t file_count;
+    std::vector<uint64_t> files;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        file_count = files_.size();
+        for (const auto &file : files_) files.push_back(file->nbytes());
     }
     for (uint64_t i = 0; i < count; i++) {
-        if (Failure f = check_piece(pieces, i, file_count, options_.slot_bytes)) return f;
+        if (Failure f = check_piece(pieces, i, files, options_.slot_bytes)) return f;
         tl_piece piece = pieces[i];
         if (i == 0) piece.flags &= ~TL_PIECE_JOIN;
         builder.add(piece);

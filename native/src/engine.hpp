@@ -86,8 +86,9 @@ private:
     Failure ready_file(File *file, Route *route);
     Failure open_and_route(File *file, Route *route);
     bool fetch_range(Chunk *chunk, File *file, const Route &route, uint64_t begin, uint64_t end);
-    bool fetch_cached(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
+    std::vector<Segment> segments_of(const Chunk &chunk, const File &file) const;
     bool fetch_deep(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
+    void push_blocks(DeepReader *reader, const Request &all, uint64_t block);
     bool fetch_straight(Chunk *chunk, File *file, uint64_t begin, uint64_t end);
     void push(DeepReader *reader, const Request &request);
     char *slot_base(const Slot &slot) const;
@@ -95,6 +96,17 @@ private:
     // got: where it is a read that was refused, the bytes before that
     bool path_refused(Chunk *chunk, File *file, int path, const std::string &why, uint64_t begin,
                       uint64_t end, std::optional<uint64_t> got = {});
+
+    // cached.cpp
+    enum class Came { kHere, kElsewhere, kNever };
+    bool fetch_cached(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
+    bool fetch_stretch(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
+    // Rows, and what lies between them, through a buffer.
+    bool fetch_packed(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end);
+    // Fills the buffers from the wanted range. What is refused is read by another path, the whole range: kElsewhere.
+    Came read_all(Chunk *chunk, File *file, int path, Range whole, Range wanted, std::vector<iovec> *buffers);
+    // From the bytes of a range to where they go; how many are wanted.
+    static uint64_t unpack(const Chunk &chunk, char *base, const char *bytes, Range range);
 
     // digesting.cpp
     bool all_there(const Chunk &chunk);

@@ -2,49 +2,17 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cerrno>
+#include <tuple>
 
 #include "engine.hpp"
+#include "rows.hpp"
 #include "straight.hpp"
 
 namespace tl {
 namespace {
 
-// preadv(2) and process_vm_readv(2) take up to IOV_MAX buffers.
-constexpr size_t kMostBuffers = 1024;
-// Signals are blocked, so that only a file system may answer EINTR; one that goes on doing so does not work.
-constexpr int kInterruptions = 100;
 // Of one read that goes through a buffer: every read in flight may have such a buffer.
 constexpr uint64_t kMostBounced = 1u << 20;
-
-// Calls use(fill, begin, end) for the part of each fill of the chunk that lies in [begin, end) of the file.
-template <class Use>
-void each_fill(const Chunk &chunk, uint64_t begin, uint64_t end, Use use) {
-    const Fill *fill = chunk.slot->fills.data() + chunk.first_fill;
-    for (const Fill *last = fill + chunk.fill_count; fill != last; fill++) {
-        const uint64_t from = std::max(begin, fill->file_offset);
-        const uint64_t to = std::min(end, fill->file_offset + fill->nbytes);
-        if (from < to) use(*fill, from, to);
-    }
-}
-
-char *address(char *base, const Fill &fill, uint64_t file_offset) {
-    // base is null for a CPU, where fills hold addresses
-    return reinterpret_cast<char *>(reinterpret_cast<uintptr_t>(base) + fill.where +
-                                    (file_offset - fill.file_offset));
-}
-
-// Drops what has arrived from the front of the buffers.
-void advance(std::vector<iovec> *buffers, size_t *first, uint64_t nbytes) {
-    while (nbytes > 0) {
-        iovec &buffer = (*buffers)[*first];
-        const uint64_t part = std::min<uint64_t>(nbytes, buffer.iov_len);
-        buffer.iov_base = static_cast<char *>(buffer.iov_base) + part;
-        buffer.iov_len -= part;
-        nbytes -= part;
-        if (buffer.iov_len == 0) (*first)++;
-    }
-}
 
 // Has the pages of fresh memory made on this thread, one of several: io_uring and AIO would make them where the read is
 // submitted, all on one thread. Costs little where they are there; where the kernel is older than 5.14 or the memory
@@ -135,7 +103,7 @@ void Engine::fetch(Chunk *chunk) {
         if (!fetch_range(chunk, file, route, chunk->begin, chunk->end)) return;
     } else {
         const uint64_t begin = trace_.begin();
-        const auto segments = Residency::segments(file->residency, file->plain_fd, chunk->begin, chunk->end);
+        const auto segments = segments_of(*chunk, *file);
         trace_.end(begin, TL_STAGE_ASK_CACHE, file->index, chunk->begin, chunk->end - chunk->begin);
         for (const Segment &s : segments) {
             Route part = route;
@@ -146,14 +114,38 @@ void Engine::fetch(Chunk *chunk) {
     part_done(chunk, false);
 }
 
+// What of a chunk is cached. Of what lies between rows that are read one by one nothing is asked, unless all is alike.
+std::vector<Segment> Engine::segments_of(const Chunk &chunk, const File &file) const {
+    const auto ask = [&](uint64_t begin, uint64_t end) {
+        return Residency::segments(file.residency, file.plain_fd, begin, end);
+    };
+    if (!is_sparse(chunk, kPage)) return ask(chunk.begin, chunk.end);
+    const auto alike = Residency::alike(file.residency, file.plain_fd, chunk.begin, chunk.end);
+    if (alike) return {{chunk.begin, chunk.end, *alike}};
+    std::vector<Segment> all;
+    each_part(chunk, chunk.begin, chunk.end, [&](uint64_t, uint64_t from, uint64_t to) {
+        for (const Segment &s : ask(from, to)) {
+            if (!all.empty() && all.back().resident == s.resident) {
+                all.back().end = s.end;
+            } else {
+                all.push_back(s);
+            }
+        }
+    });
+    return all;
+}
+
 // One path is set in the route: the one to take. False if the range will not come: then the chunk never counts as done.
 bool Engine::fetch_range(Chunk *chunk, File *file, const Route &route, uint64_t begin, uint64_t end) {
     const bool cufile = route.deep_path == TL_PATH_CUFILE;
-    if (cufile && chunk->slot->digests.empty()) return fetch_straight(chunk, file, begin, end);
+    const bool packed = chunk->fill().strided();
+    if (cufile && chunk->slot->digests.empty() && !packed) return fetch_straight(chunk, file, begin, end);
     if (device_ && !make_slot(chunk->slot->place)) return false;
     if (cufile) {
         std::lock_guard<std::mutex> lock(file->mutex);
-        file->note("CUFILE: digests are made in host memory: what has one is read by buffered pread");
+        file->note(
+            packed ? "CUFILE: columns are packed in host memory: slices of them are read by buffered pread"
+                   : "CUFILE: digests are made in host memory: what has one is read by buffered pread");
     }
     if (cufile) return fetch_cached(chunk, file, TL_PATH_PREAD_BUFFERED, begin, end);
     if (route.deep_path >= 0) return fetch_deep(chunk, file, route.deep_path, begin, end);
@@ -163,52 +155,6 @@ bool Engine::fetch_range(Chunk *chunk, File *file, const Route &route, uint64_t 
     return fetch_cached(chunk, file, route.cached_path, begin, end);
 }
 
-bool Engine::fetch_cached(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end) {
-    const CachedRead read = path == TL_PATH_MMAP ? mmap_copy : pread_buffered;
-    char *base = slot_base(*chunk->slot);
-    char gap[kPage];  // bytes between fills, which nobody wants
-    std::vector<iovec> buffers;
-    const uint64_t begin_ns = trace_.begin();
-    uint64_t delivered = 0;
-    uint64_t at = end;  // where the first buffer begins in the file
-    uint64_t until = end;
-    each_fill(*chunk, begin, end, [&](const Fill &fill, uint64_t from, uint64_t to) {
-        if (buffers.empty()) {
-            at = from;
-        } else if (from > until) {
-            buffers.push_back({gap, from - until});
-        }
-        buffers.push_back({address(base, fill, from), to - from});
-        delivered += to - from;
-        until = to;
-    });
-    int interrupted = 0;
-    for (size_t first = 0; at < until;) {
-        if (stopping()) return false;
-        const auto count = static_cast<int>(std::min(buffers.size() - first, kMostBuffers));
-        const int64_t got = read(*file, buffers.data() + first, count, at);
-        if (got == 0) {
-            failed(file->truncated(begin, until - begin, at - begin));
-            return false;
-        }
-        if (got == -EINTR && interrupted++ < kInterruptions) continue;
-        if (got < 0) {
-            const int os_errno = static_cast<int>(-got);
-            if (means_refused(os_errno)) {
-                return path_refused(chunk, file, path, std::strerror(os_errno), begin, end);
-            }
-            failed(file->read_failed(os_errno, begin, until - begin, at - begin));
-            return false;
-        }
-        reads_[path]++;
-        at += static_cast<uint64_t>(got);
-        advance(&buffers, &first, static_cast<uint64_t>(got));
-    }
-    bytes_[path] += delivered;
-    trace_.end(begin_ns, TL_STAGE_READ, file->index, begin, end - begin, path);
-    return true;
-}
-
 // Whole blocks that fit their place are read in place; what is left at the ends, and what does not fit, goes through a
 // buffer of the reader. For a buffered path every byte is a block.
 bool Engine::fetch_deep(Chunk *chunk, File *file, int path, uint64_t begin, uint64_t end) {
@@ -216,25 +162,32 @@ bool Engine::fetch_deep(Chunk *chunk, File *file, int path, uint64_t begin, uint
     DeepReader *reader = deep_reader(path, &why);
     if (!reader) return path_refused(chunk, file, path, why.message, begin, end);
     const uint64_t block = is_direct(path) ? file->block : 1;
-    const Fill &fill = chunk->slot->fills[chunk->first_fill];
+    // Rows whose blocks may be the same are read together.
+    each_stretch(*chunk, begin, end, std::max(kPage, block), [&](uint64_t from, uint64_t to) {
+        push_blocks(reader, {chunk, file, from, to, nullptr}, block);
+    });
+    return true;
+}
+
+void Engine::push_blocks(DeepReader *reader, const Request &all, uint64_t block) {
+    const auto [chunk, file, begin, end] = std::tie(all.chunk, all.file, all.begin, all.end);
     const uint64_t head = round_up(begin, block);
     const uint64_t tail = round_down(end, block);
-    char *place = address(slot_base(*chunk->slot), fill, head);
-    const bool fits =
-        chunk->fill_count == 1 && head < tail && reinterpret_cast<uintptr_t>(place) % block == 0;
-    if (!fits) {
+    uint64_t where = 0;
+    const bool one = is_one_part(*chunk, head, tail, &where);
+    char *place = one ? address(slot_base(*chunk->slot), where) : nullptr;
+    if (!one || reinterpret_cast<uintptr_t>(place) % block != 0) {
         for (uint64_t at = begin; at < end;) {
             const uint64_t next = std::min(end, round_down(at + kMostBounced, block));
             push(reader, {chunk, file, at, next, nullptr});
             at = next;
         }
-        return true;
+        return;
     }
     if (!device_) populate(place, tail - head);
     push(reader, {chunk, file, head, tail, place});
     if (begin < head) push(reader, {chunk, file, begin, head, nullptr});
     if (tail < end) push(reader, {chunk, file, tail, end, nullptr});
-    return true;
 }
 
 // To where the slot's copies would have gone, and when they would: a read that the stream does not order comes after what
@@ -265,11 +218,7 @@ void Engine::complete(const Request &request, int path, const char *bounced) {
     uint64_t delivered = 0;
     if (bounced) {
         char *base = slot_base(*request.chunk->slot);
-        each_fill(*request.chunk, request.begin, request.end,
-                  [&](const Fill &fill, uint64_t from, uint64_t to) {
-                      std::memcpy(address(base, fill, from), bounced + (from - request.begin), to - from);
-                      delivered += to - from;
-                  });
+        delivered = unpack(*request.chunk, base, bounced, {request.begin, request.end});
         bounced_bytes_ += delivered;
     } else {
         delivered = request.end - request.begin;

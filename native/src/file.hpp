@@ -50,6 +50,11 @@ public:
     Failure open_failed(int os_errno) const;
     Failure read_failed(int os_errno, uint64_t offset, uint64_t wanted, uint64_t got) const;
 
+    // As announced, and checked when it is opened.
+    uint64_t nbytes() const {
+        return nbytes_;
+    }
+
     const int index;
     const std::string path;
     std::mutex mutex;  // guards opening and the route; taken before the engine's lock, never under it

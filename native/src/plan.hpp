@@ -16,10 +16,27 @@
 
 namespace tl {
 
+// A range of a file, or rows of one that lie `stride` apart there and one after another in memory.
 struct Fill {
     uint64_t file_offset;
-    uint64_t nbytes;
-    uint64_t where;  // address (CPU) or offset from the slot's base (device)
+    uint64_t nbytes;          // of all rows
+    uint64_t where;           // address (CPU) or offset from the slot's base (device)
+    uint64_t row_nbytes = 0;  // 0: a range
+    uint64_t stride = 0;
+
+    bool strided() const {
+        return row_nbytes != 0;
+    }
+    // Of what it spans in the file.
+    uint64_t end() const {
+        return file_offset + (strided() ? (nbytes / row_nbytes - 1) * stride + row_nbytes : nbytes);
+    }
+    // Leaves out what was taken from its begin: whole rows.
+    void drop(uint64_t taken) {
+        file_offset += strided() ? taken / row_nbytes * stride : taken;
+        where += taken;
+        nbytes -= taken;
+    }
 };
 
 struct Copy {
@@ -49,7 +66,8 @@ struct Range {
     uint64_t end;
 };
 
-// Fills of one file, in the order of their offsets, that one read brings (gaps between them are smaller than a page).
+// Fills of one file, in the order of their offsets, that one read brings (gaps between them are smaller than a page). A
+// strided fill has a chunk of its own, and a read for each row where the gaps are larger.
 struct Chunk {
     Slot *slot;
     int file;
@@ -61,6 +79,8 @@ struct Chunk {
     size_t digest_count = 0;
     uint32_t pending = 1;  // parts not there yet, the one who splits it included; under the engine's lock
     std::vector<Range> straight = {};  // of the file: what came past the slot; under the engine's lock
+
+    const Fill &fill() const;  // the first
 };
 
 struct Slot {
@@ -78,14 +98,19 @@ struct Slot {
     bool copied = false;
 };
 
+inline const Fill &Chunk::fill() const {
+    return slot->fills[first_fill];
+}
+
 struct PlanShape {
     bool device = false;
     uint64_t chunk_bytes = 0;
     uint64_t slot_bytes = 0;
 };
 
-// Whether piece i of a call is one that can be read.
-Failure check_piece(const tl_piece *pieces, uint64_t i, size_t file_count, uint64_t slot_bytes);
+// Whether piece i of a call is one that can be read, given the bytes of each file.
+Failure check_piece(const tl_piece *pieces, uint64_t i, const std::vector<uint64_t> &files,
+                    uint64_t slot_bytes);
 
 // Cuts the pieces of one submission into slots. Pure: no engine, no file.
 class PlanBuilder {
@@ -102,15 +127,24 @@ private:
         Fill fill;
     };
 
+    // What is left of a piece to be placed; the fill's `where` is its destination.
+    struct Rest {
+        int file;
+        uint32_t flags;
+        Fill fill;
+    };
+
+    void add_all(Rest rest, bool joins);
     // Takes as much of the rest of a piece as the open slot has room for, opening one where needed; the bytes taken.
-    uint64_t take(const tl_piece &rest, bool joins);
-    uint64_t place(const tl_piece &rest, bool joins) const;
+    uint64_t take(const Rest &rest, bool joins);
+    uint64_t place(const Rest &rest, bool joins) const;
     void open();
     void close();
     // Adds to the open slot; what follows the fill before in file and slot becomes part of it, so that reads are cut at
     // block edges and not at the edges of pieces.
     void stage(int file, const Fill &fill);
     void cut_into_chunks(const Staged &staged);
+    uint64_t most_of_a_chunk(const Fill &fill) const;
     void give_digests_to_chunks();
 
     PlanShape shape_;

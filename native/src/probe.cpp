@@ -30,7 +30,7 @@ Failure probe(const tl_options &options, const char *path) {
     uint64_t ticket = 0;
     const auto nbytes = static_cast<uint64_t>(status.st_size);
     if (Failure f = engine.add_file(path, status.st_dev, status.st_ino, nbytes, &file)) return f;
-    const tl_piece piece{0, std::min(kPage, nbytes), reinterpret_cast<uint64_t>(page), file, 0};
+    const tl_piece piece{0, std::min(kPage, nbytes), reinterpret_cast<uint64_t>(page), file, 0, 0, 0};
     if (Failure f = engine.submit(&piece, 1, nullptr, &ticket)) return f;
     for (;;) {
         Failure f = engine.wait(ticket, 1000);

@@ -115,6 +115,14 @@ Residency::Method Residency::detect(int fd, const struct stat &status) {
     return Method::kUnknown;
 }
 
+std::optional<bool> Residency::alike(Method method, int fd, uint64_t begin, uint64_t end) {
+    uint64_t cached = 0;
+    const uint64_t first = round_down(begin, system_page()), last = round_up(end, system_page());
+    if (method != Method::kCachestat || !cachestat_pages(fd, first, last, &cached)) return {};
+    if (cached != 0 && cached < (last - first) / system_page()) return {};
+    return cached != 0;
+}
+
 std::vector<Segment> Residency::segments(Method method, int fd, uint64_t begin, uint64_t end) {
     std::vector<Segment> found;
     const uint64_t first = round_down(begin, system_page());

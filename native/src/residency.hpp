@@ -4,6 +4,7 @@
 
 #include <sys/stat.h>
 
+#include <optional>
 #include <vector>
 
 #include "common.hpp"
@@ -32,6 +33,9 @@ public:
     // Cuts [begin, end) into parts that are cached and parts that are not, at page granularity. A kernel that stops
     // answering makes all of it "resident": a buffered read is always right.
     static std::vector<Segment> segments(Method method, int fd, uint64_t begin, uint64_t end);
+
+    // Whether all of [begin, end) is cached or nothing of it is, where one call tells.
+    static std::optional<bool> alike(Method method, int fd, uint64_t begin, uint64_t end);
 };
 
 }  // namespace tl

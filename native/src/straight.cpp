@@ -9,8 +9,9 @@ std::vector<Part> device_parts(const Chunk &chunk, uint64_t begin, uint64_t end)
     const std::vector<Copy> &copies = chunk.slot->copies;
     for (uint32_t i = 0; i < chunk.fill_count; i++) {
         const Fill &fill = chunk.slot->fills[chunk.first_fill + i];
-        const uint64_t from = std::max(begin, fill.file_offset);
-        const uint64_t to = std::min(end, fill.file_offset + fill.nbytes);
+        // Rows never come straight, so that all of them is what is asked for.
+        const uint64_t from = fill.strided() ? fill.file_offset : std::max(begin, fill.file_offset);
+        const uint64_t to = fill.strided() ? from + fill.nbytes : std::min(end, fill.end());
         if (from >= to) continue;
         uint64_t where = fill.where + (from - fill.file_offset);
         const uint64_t last = where + (to - from);

@@ -7,7 +7,7 @@
 
 namespace tl {
 
-// Bytes of a file that lie in one piece both in their slot and on the device.
+// Bytes that lie in one piece both in their slot and on the device, and in the file unless they are rows.
 struct Part {
     uint64_t begin;  // range of the file
     uint64_t end;

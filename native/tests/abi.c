@@ -79,6 +79,8 @@ static void print_layout(void) {
     FIELD(tl_piece, destination);
     FIELD(tl_piece, file);
     FIELD(tl_piece, flags);
+    FIELD(tl_piece, rows);
+    FIELD(tl_piece, stride);
 }
 
 static void print_layout_of_answers(void) {
@@ -120,7 +122,7 @@ static void layout_is_packed_as_documented(void) {
     CHECK(offsetof(tl_error, message) == 48);
     CHECK(sizeof(tl_options) == 256);
     CHECK(offsetof(tl_options, backends) == 52);
-    CHECK(sizeof(tl_piece) == 32);
+    CHECK(sizeof(tl_piece) == 48);
     CHECK(sizeof(tl_stats) == 712);
     CHECK(sizeof(tl_trace_event) == 48);
     CHECK(sizeof(tl_file_info) == 560);
@@ -175,7 +177,7 @@ static void wrong_arguments_are_refused(const char *path) {
     CHECK(tl_engine_add_file(NULL, path, 0, 0, 10, &file, &error) == TL_ERR_ARGUMENT);
     CHECK(tl_engine_add_file(engine, path, 0, 0, 5000, &file, &error) == TL_OK);
     char memory[16];
-    tl_piece piece = {0, sizeof memory, (uint64_t)(uintptr_t)memory, file + 1, 0};
+    tl_piece piece = {0, sizeof memory, (uint64_t)(uintptr_t)memory, file + 1, 0, 0, 0};
     uint64_t ticket = 0;
     CHECK(tl_engine_submit(engine, &piece, 1, 0, &ticket, &error) == TL_ERR_ARGUMENT);
     piece.file = -1;
@@ -219,7 +221,8 @@ static void bytes_arrive(const char *path, const unsigned char *content, size_t 
     CHECK(tl_engine_add_file(engine, path, 0, 0, nbytes, &file, &error) == TL_OK && file == 0);
     unsigned char *memory = calloc(1, nbytes);
     const uint64_t to = (uint64_t)(uintptr_t)memory;
-    tl_piece pieces[3] = {{0, 100, to, 0, 0}, {100, 0, to + 100, 0, 0}, {100, nbytes - 100, to + 100, 0, 0}};
+    tl_piece pieces[3] = {
+        {0, 100, to, 0, 0, 0, 0}, {100, 0, to + 100, 0, 0, 0, 0}, {100, nbytes - 100, to + 100, 0, 0, 0, 0}};
     uint64_t ticket = 0;
     CHECK(tl_engine_submit(engine, pieces, 3, 0, &ticket, &error) == TL_OK && ticket == 3);
     CHECK(tl_engine_wait(engine, ticket, 60000, &error) == TL_OK);

@@ -51,7 +51,7 @@ struct Fixture {
         std::vector<tl_piece> pieces;
         for (std::uint64_t at = 0; at < kBytes; at += half / 8) {
             pieces.push_back({at, std::min(half / 8, kBytes - at),
-                              reinterpret_cast<std::uintptr_t>(memory.data()) + at, file, flags});
+                              reinterpret_cast<std::uintptr_t>(memory.data()) + at, file, flags, 0, 0});
         }
         const auto middle = pieces.begin() + static_cast<std::ptrdiff_t>(pieces.size() / 2);
         for (const auto &part :
@@ -177,7 +177,8 @@ TEST(a_mixed_slot_copies_what_came_through_it) {
     Bytes memory(nbytes, kCanary);
     Engine engine(options);
     const std::int32_t file = engine.add(f.path(), kBytes);
-    REQUIRE_EQ(engine.submit({{0, nbytes, reinterpret_cast<std::uintptr_t>(memory.data()), file, 0}}), TL_OK);
+    REQUIRE_EQ(engine.submit({{0, nbytes, reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0}}),
+               TL_OK);
     REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
     const tl_stats stats = engine.stats();
     REQUIRE_EQ(stats.copies, 1u);
@@ -241,7 +242,7 @@ TEST(a_file_that_is_cut_short) {
         const auto to = reinterpret_cast<std::uintptr_t>(memory.data());
         // The first chunk opens the file, which stays open while reads of it are under way.
         f.cufile.set_delay_us(300000);
-        REQUIRE_EQ(engine.submit({{0, kBytes, to, file, 0}}), TL_OK);
+        REQUIRE_EQ(engine.submit({{0, kBytes, to, file, 0, 0, 0}}), TL_OK);
         while (f.cufile.calls("cuFileRead") == 0) {
             usleep(1000);
         }
@@ -313,7 +314,7 @@ TEST(ending_early_waits_for_reads) {
     Bytes memory(kBytes, kCanary);
     Engine engine(cufile_options());
     const auto to = reinterpret_cast<std::uintptr_t>(memory.data());
-    REQUIRE_EQ(engine.submit({{0, kBytes, to, engine.add(f.path(), kBytes), 0}}), TL_OK);
+    REQUIRE_EQ(engine.submit({{0, kBytes, to, engine.add(f.path(), kBytes), 0, 0, 0}}), TL_OK);
     while (f.cufile.calls("cuFileRead") < 3) {
         usleep(100);
     }

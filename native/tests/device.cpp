@@ -88,7 +88,7 @@ TEST(joined_pieces_share_a_copy) {
             std::vector<tl_piece> pieces;
             for (std::size_t i = 0; i < count; ++i) {
                 pieces.push_back({i * 6, 6, reinterpret_cast<std::uintptr_t>(memory.data()) + i * 16, file,
-                                  i ? TL_PIECE_JOIN : 0u});
+                                  i ? TL_PIECE_JOIN : 0u, 0, 0});
             }
             engine.submit(pieces);
             REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
@@ -117,7 +117,8 @@ TEST(a_small_load_pins_little) {
             REQUIRE_EQ(device.registered_bytes(), 0u);
             REQUIRE_EQ(device.live_streams(), 0u);
             const std::int32_t file = engine.add(folder.file("data"), content.size());
-            engine.submit({{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0}});
+            engine.submit(
+                {{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0}});
             REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
         }
         REQUIRE_SAYING(device.registered_peak_bytes() <= options.slot_bytes + 4096,
@@ -151,7 +152,8 @@ TEST(the_callers_current_device_stays) {
             Engine engine(options);
             REQUIRE_EQ(now(), before);
             const std::int32_t file = engine.add(folder.file("data"), content.size());
-            engine.submit({{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0}});
+            engine.submit(
+                {{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0}});
             REQUIRE_EQ(now(), before);
             REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
             REQUIRE_EQ(tl_engine_stream_wait(engine.get(), 0, &engine.error), TL_OK);
@@ -280,7 +282,7 @@ TEST(two_engines_and_two_kinds_at_once) {
                 Engine engine(options_for(kDevices[i % 2]));
                 const std::int32_t file = engine.add(folder.file("data"), content.size());
                 engine.submit(
-                    {{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0}});
+                    {{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0}});
                 REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
                 engine.destroy();
                 REQUIRE(memory == content);

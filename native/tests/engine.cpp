@@ -94,7 +94,8 @@ TEST(a_named_reader_uses_its_own_path_only) {
             Engine engine(options_for(TL_DEVICE_CPU, {backend}));
             Bytes memory(content.size());
             const std::int32_t file = engine.add(path, content.size());
-            engine.submit({{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0}});
+            engine.submit(
+                {{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0}});
             REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
             REQUIRE(memory == content);
             const tl_stats stats = engine.stats();
@@ -137,7 +138,8 @@ TEST(a_cold_file_stays_cold) {
     Engine engine(options_for(TL_DEVICE_CPU));
     Bytes memory(1u << 20);
     const std::int32_t file = engine.add(path, content.size());
-    engine.submit({{2u << 20, memory.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0}});
+    engine.submit(
+        {{2u << 20, memory.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0}});
     REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
     REQUIRE(std::memcmp(memory.data(), &content[2u << 20], memory.size()) == 0);
     // One page is read to learn whether the kernel tells the truth about the cache.
@@ -158,7 +160,7 @@ TEST(a_hundred_thousand_tiny_pieces) {
             std::vector<tl_piece> pieces;
             for (std::size_t i = 0; i < count; ++i) {
                 const std::uint64_t to = reinterpret_cast<std::uintptr_t>(memory.data()) + i * 16;
-                pieces.push_back({i * 7, 7, to, file, join && i ? TL_PIECE_JOIN : 0u});
+                pieces.push_back({i * 7, 7, to, file, join && i ? TL_PIECE_JOIN : 0u, 0, 0});
             }
             engine.submit(pieces);
             REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
@@ -184,7 +186,7 @@ TEST(an_ordered_list_takes_the_first_that_works) {
     Engine engine(options_for(TL_DEVICE_CPU, {TL_BACKEND_MMAP, TL_BACKEND_PREAD}));
     Bytes memory(content.size());
     const std::int32_t file = engine.add(path, content.size());
-    engine.submit({{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0}});
+    engine.submit({{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0}});
     REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
     REQUIRE(memory == content);
     REQUIRE_EQ(engine.stats().bytes_by_path[TL_PATH_MMAP], content.size());
@@ -236,8 +238,13 @@ TEST(an_engine_is_used_from_several_threads) {
         threads.emplace_back([&, i] {
             tl_error error = no_error();
             for (std::size_t at = i * each; at < (i + 1) * each; at += 50000) {
-                const tl_piece piece{at, std::min<std::uint64_t>(50000, (i + 1) * each - at),
-                                     reinterpret_cast<std::uintptr_t>(memory.data()) + at, file, 0};
+                const tl_piece piece{at,
+                                     std::min<std::uint64_t>(50000, (i + 1) * each - at),
+                                     reinterpret_cast<std::uintptr_t>(memory.data()) + at,
+                                     file,
+                                     0,
+                                     0,
+                                     0};
                 std::uint64_t ticket = 0;
                 if (tl_engine_submit(engine.get(), &piece, 1, 0, &ticket, &error) != TL_OK ||
                     tl_engine_wait(engine.get(), ticket, 60000, &error) != TL_OK ||

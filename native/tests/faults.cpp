@@ -40,8 +40,13 @@ Load run(const StandIn &device, const std::string &path, const Bytes &content) {
     note(tl_engine_add_file(engine, path.c_str(), 0, 0, content.size(), &file, &error), error);
     const std::size_t half = content.size() / 2;
     for (const std::size_t at : {std::size_t{0}, half}) {
-        const tl_piece piece{at, at ? content.size() - half : half,
-                             reinterpret_cast<std::uintptr_t>(memory.data()) + at, file, 0};
+        const tl_piece piece{at,
+                             at ? content.size() - half : half,
+                             reinterpret_cast<std::uintptr_t>(memory.data()) + at,
+                             file,
+                             0,
+                             0,
+                             0};
         note(tl_engine_submit(engine, &piece, 1, consumer, &ticket, &error), error);
         const tl_status status = tl_engine_wait(engine, ticket, 30000, &error);
         REQUIRE(status != TL_PENDING);

@@ -17,7 +17,7 @@ struct Fixture {
         return folder.file("data");
     }
     tl_piece whole(const Bytes &memory, std::int32_t file) const {
-        return {0, kBytes, reinterpret_cast<std::uintptr_t>(memory.data()), file, 0};
+        return {0, kBytes, reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0};
     }
 };
 

@@ -15,7 +15,7 @@ struct Outcome {
 // Reads [from, from + nbytes) of a file that is announced with so many bytes.
 Outcome read_part(Engine &engine, std::int32_t file, std::uint64_t from, std::uint64_t nbytes) {
     Bytes memory(nbytes, kCanary);
-    engine.submit({{from, nbytes, reinterpret_cast<std::uintptr_t>(memory.data()), file, 0}});
+    engine.submit({{from, nbytes, reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0}});
     const tl_status status = engine.wait();
     const tl_error error = engine.error;
     engine.destroy();  // before its memory goes
@@ -72,10 +72,10 @@ TEST(truncated_between_two_reads) {
         const std::int32_t file = engine.add(path, 1000000);
         Bytes memory(1000000);
         const auto at = reinterpret_cast<std::uintptr_t>(memory.data());
-        engine.submit({{0, 300000, at, file, 0}});
+        engine.submit({{0, 300000, at, file, 0, 0, 0}});
         REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
         truncate_file(path, 400000);
-        engine.submit({{300000, 700000, at + 300000, file, 0}});
+        engine.submit({{300000, 700000, at + 300000, file, 0, 0, 0}});
         REQUIRE_EQ(engine.wait(), TL_ERR_TRUNCATED);
         // What had landed stays landed; what comes later gets the same answer.
         tl_error error = no_error();
@@ -97,7 +97,8 @@ TEST(truncated_while_it_is_open_and_read) {
         {
             Engine engine(options);
             const std::int32_t file = engine.add(path, 1000000);
-            engine.submit({{0, 1000000, reinterpret_cast<std::uintptr_t>(memory.data()), file, 0}}, consumer);
+            engine.submit({{0, 1000000, reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0}},
+                          consumer);
             tl_error error = no_error();
             REQUIRE_EQ(tl_engine_wait(engine.get(), engine.ticket, 30, &error), TL_PENDING);
             truncate_file(path, 900000);

@@ -65,7 +65,7 @@ TEST(files_are_closed_when_nothing_is_left_of_them) {
     REQUIRE_EQ(count_open_files(), before);
     Bytes memory(content.size());
     for (int round = 0; round < 3; ++round) {
-        engine.submit({{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0}});
+        engine.submit({{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0}});
         REQUIRE_EQ(engine.wait(), TL_OK);
         REQUIRE_EQ(engine.stats().open_files, 0u);
         REQUIRE(memory == content);
@@ -79,7 +79,7 @@ TEST(a_forked_child_gets_an_error) {
     Engine engine(options_for(TL_DEVICE_CPU));
     const std::int32_t file = engine.add(folder.file("data"), content.size());
     Bytes memory(content.size());
-    const tl_piece piece{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0};
+    const tl_piece piece{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0};
     engine.submit({piece});
     REQUIRE_EQ(engine.wait(), TL_OK);
     const pid_t child = fork();

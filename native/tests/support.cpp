@@ -267,6 +267,27 @@ tl_status Engine::destroy() {
     return status;
 }
 
+static void append_rows(Bytes *to, const Bytes &content, const tl_piece &piece) {
+    const std::uint64_t rows = std::max<std::uint64_t>(piece.rows, 1), row = piece.nbytes / rows;
+    for (std::uint64_t i = 0; i < rows; ++i) {
+        const auto begin =
+            content.begin() + static_cast<std::ptrdiff_t>(piece.file_offset + i * piece.stride);
+        to->insert(to->end(), begin, begin + static_cast<std::ptrdiff_t>(row));
+    }
+}
+
+// Makes rows of a range, with gaps of all magnitudes, as many as the file has.
+static void cut_into_rows(tl_piece *piece, Random &random, std::uint64_t file_bytes) {
+    const std::uint64_t row = 1 + random() % ((piece->nbytes >> (random() % 12)) + 1);
+    const std::uint64_t stride = row + random() % ((32u << 10 >> (random() % 15)) + 1);
+    const std::uint64_t there = file_bytes - piece->file_offset;
+    if (row > there) return;
+    const std::uint64_t most = std::min((there - row) / stride + 1, piece->nbytes / row + 1);
+    piece->rows = 1 + random() % most;
+    piece->stride = stride;
+    piece->nbytes = piece->rows * row;
+}
+
 Plan random_plan(const Folder &folder, Random &random, std::size_t pieces, std::size_t largest) {
     Plan plan;
     for (int i = 0; i < 3; ++i) {
@@ -289,10 +310,13 @@ Plan random_plan(const Folder &folder, Random &random, std::size_t pieces, std::
         plan.padding.resize(at + gap, join);
         at += gap;
         plan.expected.resize(at, kCanary);
-        plan.expected.insert(plan.expected.end(), content.begin() + static_cast<std::ptrdiff_t>(offset),
-                             content.begin() + static_cast<std::ptrdiff_t>(offset + size));
-        plan.pieces.push_back({offset, size, at, static_cast<std::int32_t>(file), join ? TL_PIECE_JOIN : 0u});
-        at += size;
+        tl_piece piece{offset, size, at, static_cast<std::int32_t>(file), join ? TL_PIECE_JOIN : 0u, 0, 0};
+        if (size > 0 && random() % 3 == 0) {
+            cut_into_rows(&piece, random, content.size());
+        }
+        append_rows(&plan.expected, content, piece);
+        plan.pieces.push_back(piece);
+        at += piece.nbytes;
     }
     plan.memory_bytes = at + 4096;
     plan.padding.resize(plan.memory_bytes, false);

@@ -31,10 +31,11 @@ from tensorlift.engine.trace import traced
 from tensorlift.errors import OptionError
 from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.options import LoadOptions
+from tensorlift.plan.parts import Asked, Slices
 from tensorlift.progress import finished, reporter, ticker
 from tensorlift.stats import LoadStats, timed
 from tensorlift.tensors import memory as memories
-from tensorlift.tensors.filling import Asked, Filled, fill
+from tensorlift.tensors.filling import Filled, fill
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 from tensorlift.weights import Weights, read_headers
 
@@ -63,6 +64,7 @@ def load(
     *,
     names: Names = None,
     verify: Verify = None,
+    slices: Slices = None,
     process_group: Any = None,
     **options: object,
 ) -> LoadedState:
@@ -75,6 +77,12 @@ def load(
     verify: compare each tensor with its digest: True takes what ``tensorlift digest`` wrote beside the files,
         a path names it (each loaded tensor has to be in it, with its dtype and shape); a mapping from names
         to 32 hexadecimal digits checks those tensors alone. None: ``TENSORLIFT_VERIFY``, else nothing.
+    slices: take only a part of some tensors: a mapping from names to (dim, start, stop), or a function of
+        name and shape that returns such, or None for all of it. What comes is ``tensor.narrow(dim, start,
+        stop - start)``, owned and contiguous, and no more is read than the rows that it touches. Shapes are
+        those in the file (F4 counts half bytes); dim counts from 0, 0 <= start <= stop <= shape[dim]. Names
+        that ``names`` leaves out are passed over. Parts have no digests: ``verify`` compares whole tensors
+        alone (``stats.verified`` counts them), and a mapping of digests must not name a part.
     process_group: the ranks that load this together: "world" (all, through a group of torch.distributed that
         is made for this load), or a ProcessGroup that this rank is in. Each of them calls this, with the same
         files; each gets what it asked for, or all raise (docs/ranks.md). None: this process alone.
@@ -92,13 +100,13 @@ def load(
             clock = Clock(trace)
             with clock.phase("headers"):
                 found = sources.find(path)
-            # What names and digests mean shows only when all headers are there.
-            plain = names is None and settings.verify in (None, False) and ranks is None
+            # What names, slices and digests mean shows only when all headers are there.
+            plain = names is None and slices is None and settings.verify in (None, False) and ranks is None
             if plain and len(found.files) > 1 and memory.native_kind:
                 state = _load_in_parts(found, memory, settings, clock)
             else:
                 checkpoint = read_headers(found, clock, ranks)
-                state = load_tensors(checkpoint, memory, settings, clock, names, ranks)
+                state = load_tensors(checkpoint, memory, settings, clock, names, slices, ranks)
         if ranks is not None:
             ranks.complete = True
     stats = state.stats if ranks is None else ranks.told(state.stats)
@@ -112,11 +120,11 @@ def load_tensors(
     settings: LoadOptions,
     clock: Clock,
     names: Names = None,
+    slices: Slices = None,
     ranks: Ranks | None = None,
 ) -> LoadedState:
     """load() of a checkpoint whose headers are read; its ``stats`` lack the total."""
-    rows = checkpoint.select(names)
-    expected = sources.expected_digests(checkpoint, rows, settings, whole=names is None)
+    checkpoint, rows, expected = sources.asked_of(checkpoint, names, slices, settings)
     rules = rules_of(budget_of(settings, memory), memory, uniform=False)
     exchange = None if ranks is None else ranks.exchange(checkpoint, rows, memory, settings, rules.capacity)
     transfer = Transfer.of(checkpoint, rows, memory, settings, rules, clock, expected, exchange)
@@ -173,6 +181,7 @@ def open(
     *,
     names: Names = None,
     verify: Verify = None,
+    slices: Slices = None,
     process_group: Any = None,
     **options: object,
 ) -> Weights:
@@ -190,7 +199,7 @@ def open(
         if ranks is not None:
             ending.enter_context(ranks)
         memory = memories.for_device(device, private=settings.own != "tensor")
-        weights = Weights(path, memory, names, settings, ranks)
+        weights = Weights(path, memory, names, settings, slices, ranks)
         ending.pop_all()
     return weights
 
@@ -202,6 +211,7 @@ def load_into(
     strict: bool = True,
     names: Names = None,
     verify: Verify = None,
+    slices: Slices = None,
     process_group: Any = None,
     **options: object,
 ) -> Filled:
@@ -215,6 +225,7 @@ def load_into(
         (ties satisfy it). With ``names``, only names that it selects count on either side.
     verify: as for load(); the bytes of the file are what is compared, before a dtype is converted. What is
         filled in place is in the parameters already when DigestError comes.
+    slices: as for load(); a destination has to have the shape of the slice.
     process_group: as for load(). What comes from other ranks is gathered beside the parameters, and copied.
 
     Returns ``missing_keys``, ``unexpected_keys`` and ``stats``. After an error that comes while bytes are
@@ -235,11 +246,10 @@ def load_into(
 
             def ask() -> Asked:
                 checkpoint = read_headers(found, clock, ranks)
-                rows = checkpoint.select(names)
-                expected = sources.expected_digests(checkpoint, rows, settings, whole=names is None)
-                return Asked(checkpoint, rows, expected)
+                return sources.asked_of(checkpoint, names, slices, settings)
 
-            nbytes = sources.file_bytes(found) if names is None and ranks is None else None
+            everything = names is None and slices is None and ranks is None
+            nbytes = sources.file_bytes(found) if everything else None
             exchange = None if ranks is None else ranks.exchange
             filled = fill(model, ask, names, strict, settings, clock, nbytes, exchange)
         if ranks is not None:

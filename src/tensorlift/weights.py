@@ -19,6 +19,7 @@ from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.format.quoting import plural, quote
 from tensorlift.options import LoadOptions
+from tensorlift.plan.parts import Slices
 from tensorlift.progress import finished, reporter, ticker
 from tensorlift.stats import LoadStats, timed
 from tensorlift.tensors import devices
@@ -57,6 +58,7 @@ class Weights:
         memory: memories.Memory,
         names: Names,
         settings: LoadOptions,
+        slices: Slices = None,
         ranks: Ranks | None = None,
     ) -> None:
         """Made by open(), which leaves ``ranks`` to this object to end."""
@@ -66,10 +68,9 @@ class Weights:
             self._clock = Clock(ending.enter_context(traced(settings.trace)))
             with self._clock.phase("headers"):
                 found = sources.find(path)
-            self._checkpoint = read_headers(found, self._clock, ranks)
-            self._rows = self._checkpoint.select(names)
-            self._expected = sources.expected_digests(
-                self._checkpoint, self._rows, settings, whole=names is None
+            checkpoint = read_headers(found, self._clock, ranks)
+            self._checkpoint, self._rows, self._expected = sources.asked_of(
+                checkpoint, names, slices, settings
             )
             self._exchange = (
                 None

@@ -28,6 +28,7 @@ PROGRAMS = [
     "headers",
     "cufile",
     "keeper",
+    "rows",
 ]
 SANITIZERS = {"address,undefined": "asan", "thread": "tsan"}
 # One test of the program `fences` for each fence of native/src/mutants.hpp.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -112,9 +113,24 @@ def test_every_layout_keeps_the_rules(given: Wanted, capacity: int, device: bool
 
 
 @settings(max_examples=200, deadline=None)
+@given(checkpoints(), st.randoms(use_true_random=False), st.booleans())
+def test_what_is_no_range_is_a_run(given: Wanted, random: Random, device: bool) -> None:
+    alone = np.array([random.random() < 0.4 for _ in given.sizes], bool)
+    given = given._replace(alone=alone)
+    rules = Rules(1 << 16, device)
+    layout = lay_out(given, rules)
+    check(given, rules, layout)
+    firsts = layout.run_first.tolist()
+    assert (given.starts[firsts] == layout.run_start).all()
+    for at in np.flatnonzero(alone & (given.sizes > 0)).tolist():
+        assert firsts.count(at) == 1
+        assert layout.run_nbytes[firsts.index(at)] == given.sizes[at]
+
+
+@settings(max_examples=200, deadline=None)
 @given(checkpoints(), st.sampled_from([3 * PAGE + 8, 1 << 16]))
 def test_uniform_arenas_have_one_capacity(given: Wanted, capacity: int) -> None:
-    given = Wanted(*(column[given.sizes >= SMALL] for column in given))
+    given = Wanted(*(column[given.sizes >= SMALL] for column in given[:4]))
     layout = lay_out(given, Rules(capacity, uniform=True))
     shared = layout.arena_used <= capacity
     if len(layout.arena_nbytes) > 1:

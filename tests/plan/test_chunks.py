@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorlift.plan.chunks import CHUNK, chunk_edges, cut, digest_pieces
+from tensorlift.plan.parts import Spread
 from tensorlift.plan.pieces import DIGEST
 
 SIZES = st.lists(
@@ -33,7 +34,23 @@ def test_pieces_follow_their_tensors() -> None:
     starts, sizes = np.array([100, 8]), np.array([CHUNK + 5, 7])
     pieces = digest_pieces(files, starts, sizes, np.array([1 << 40, 64], np.uint64))
     assert pieces.tolist() == [
-        (100, CHUNK, 1 << 40, 1, DIGEST),
-        (100 + CHUNK, 5, (1 << 40) + CHUNK, 1, DIGEST),
-        (8, 7, 64, 0, DIGEST),
+        (100, CHUNK, 1 << 40, 1, DIGEST, 0, 0),
+        (100 + CHUNK, 5, (1 << 40) + CHUNK, 1, DIGEST, 0, 0),
+        (8, 7, 64, 0, DIGEST, 0, 0),
     ]
+
+
+def test_what_is_not_digested_is_one_piece() -> None:
+    files = np.zeros(4, np.int32)
+    starts, sizes = np.array([0, 9, 40, 70]), np.array([2 * CHUNK, CHUNK + 5, 7, 0])
+    digested = np.array([False, True, False, False])
+    spread = Spread(np.array([4, 0, 0, 0]), np.array([CHUNK, 0, 0, 0]))
+    addresses = np.array([1 << 40, 1 << 41, 1 << 42, 1 << 43], np.uint64)
+    pieces = digest_pieces(files, starts, sizes, addresses, digested, spread)
+    assert pieces.tolist() == [
+        (0, 2 * CHUNK, 1 << 40, 0, 0, 4, CHUNK),
+        (9, CHUNK, 1 << 41, 0, DIGEST, 0, 0),
+        (9 + CHUNK, 5, (1 << 41) + CHUNK, 0, DIGEST, 0, 0),
+        (40, 7, 1 << 42, 0, 0, 0, 0),
+    ]
+    assert chunk_edges(sizes, digested).tolist() == [0, 1, 3, 4, 4]

@@ -12,20 +12,27 @@ from tensorlift.plan.pieces import PIECE, merge_pieces, new_pieces
 
 
 def test_the_layout_is_that_of_tl_piece() -> None:
-    assert PIECE.itemsize == 32
+    assert PIECE.itemsize == 48
     assert {name: PIECE.fields[name][1] for name in PIECE.names or ()} == {  # type: ignore[index]
         "file_offset": 0,
         "nbytes": 8,
         "destination": 16,
         "file": 24,
         "flags": 28,
+        "rows": 32,
+        "stride": 40,
     }
 
 
 def test_new_pieces() -> None:
     pieces = new_pieces([0, 1], np.array([8, 16]), [4, 5], np.array([1 << 63, 7], np.uint64))
     assert pieces.dtype == PIECE
-    assert pieces.tolist() == [(8, 4, 1 << 63, 0, 0), (16, 5, 7, 1, 0)]
+    assert pieces.tolist() == [(8, 4, 1 << 63, 0, 0, 0, 0), (16, 5, 7, 1, 0, 0, 0)]
+
+
+def test_rows_are_not_merged() -> None:
+    pieces = new_pieces([0] * 3, [0, 8, 16], [8, 8, 8], [0, 8, 16], [0, 2, 0], [0, 4, 0])
+    assert merge_pieces(pieces).tolist() == pieces.tolist()
 
 
 STEPS = st.lists(
@@ -47,7 +54,7 @@ def test_merging_moves_the_same_bytes(steps: list[tuple[int, int, int, int]]) ->
     def moves(pieces: np.ndarray) -> set[tuple[int, int, int]]:  # type: ignore[type-arg]
         return {
             (file, offset + byte, destination + byte)
-            for offset, nbytes, destination, file, _ in pieces.tolist()
+            for offset, nbytes, destination, file, *_ in pieces.tolist()
             for byte in range(nbytes)
         }
 

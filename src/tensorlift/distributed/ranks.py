@@ -30,6 +30,7 @@ from tensorlift.distributed.members import Members, members_of, this_process
 from tensorlift.errors import OptionError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.options import LoadOptions
+from tensorlift.plan.parts import Parts
 from tensorlift.stats import LoadStats
 from tensorlift.tensors.memory import Memory
 
@@ -165,17 +166,17 @@ class Ranks:
         arena_size: int,
         *,
         several: bool = False,
-        parts: npt.NDArray[np.bool_] | None = None,
     ) -> Exchange:
         """What of ``rows`` comes from other ranks.
 
-        ``several``: they go to several devices, of which ``memory`` is one; ``parts``: which rows are wanted
-        in part.
+        ``several``: they go to several devices, of which ``memory`` is one.
         """
         begin = time.perf_counter()
         verify = settings.verify not in (None, False)
         whole = np.zeros(len(checkpoint), bool)
-        whole[rows if parts is None else rows[~parts]] = True
+        whole[rows] = True
+        if isinstance(checkpoint, Parts):
+            whole &= ~checkpoint.is_part
         sizes = checkpoint.sizes
         wanted = settings.exchange or "auto"
         if verify and wanted == "gather":

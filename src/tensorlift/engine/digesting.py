@@ -19,6 +19,7 @@ from tensorlift.format.digests import DIGEST_BYTES, Expected, listed
 from tensorlift.format.quoting import clean, quote
 from tensorlift.options import LoadOptions
 from tensorlift.plan.chunks import CHUNK, chunk_edges, digest_pieces
+from tensorlift.plan.parts import spread_of
 from tensorlift.plan.pieces import JOIN
 
 __all__ = ["Checks", "check_built", "check_in_memory", "digest_checkpoint", "tree_digests"]
@@ -111,7 +112,9 @@ class Checks:
         check_built()
         self._engine, self._checkpoint, self._rows, self._expected = engine, checkpoint, rows, expected
         self._starts, self._sizes = checkpoint.starts[rows], checkpoint.sizes[rows]
-        self._edges, self._before = chunk_edges(self._sizes), before
+        # What has no digest to be compared with, such as a slice, is not digested.
+        self._digested, self._spread = expected.known[rows], spread_of(checkpoint, rows)
+        self._edges, self._before = chunk_edges(self._sizes, self._digested), before
         self.checked = 0
         """Tensors that were compared and are right."""
 
@@ -125,7 +128,10 @@ class Checks:
     ) -> npt.NDArray[Any]:
         """Pieces of tensors [first, last), which go to ``addresses``; ``arenas`` joins those of one arena."""
         part = slice(first, last)
-        pieces = digest_pieces(files, self._starts[part], self._sizes[part], addresses)
+        spread = None if self._spread is None else self._spread.take(part)
+        pieces = digest_pieces(
+            files, self._starts[part], self._sizes[part], addresses, self._digested[part], spread
+        )
         if arenas is not None:
             owners = np.repeat(arenas, np.diff(self._edges[first : last + 1]))
             pieces["flags"][1:] |= np.where(owners[1:] == owners[:-1], JOIN, 0).astype(np.uint32)

@@ -55,6 +55,8 @@ class Wanted(NamedTuple):
     sizes: Ints
     alignments: Ints
     """Powers of two up to 16: what the dtype needs."""
+    alone: npt.NDArray[np.bool_] | None = None
+    """Tensors whose bytes are no range of their file: each is a run. None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Layout:
     arena a: ``arena_nbytes[a]``, numbered in the order of first use; ``arena_used[a]`` without the spare end;
     ``arena_exchanged[a]``: other ranks have the same one
     run r: ``run_file``, ``run_start`` (file offset), ``run_nbytes``, ``run_arena``, ``run_offset``,
-    ``run_batch``
+    ``run_batch``, ``run_first`` (its first tensor)
     """
 
     arenas: npt.NDArray[np.int32]
@@ -94,6 +96,7 @@ class Layout:
     run_arena: npt.NDArray[np.int32]
     run_offset: Ints
     run_batch: npt.NDArray[np.int32]
+    run_first: Ints
     batch_count: int
 
 
@@ -154,7 +157,8 @@ def _classes(
 
 
 def _take(wanted: Wanted, rows: Ints) -> Wanted:
-    return Wanted(wanted.files[rows], wanted.starts[rows], wanted.sizes[rows], wanted.alignments[rows])
+    alone = None if wanted.alone is None else wanted.alone[rows]
+    return Wanted(wanted.files[rows], wanted.starts[rows], wanted.sizes[rows], wanted.alignments[rows], alone)
 
 
 def _has_small_stretches(body: Wanted) -> bool:
@@ -175,12 +179,14 @@ def _small_stretches(body: Wanted) -> npt.NDArray[np.bool_]:
 
 def _place(body: Wanted, rules: Rules, capacity: int) -> _Placed:
     """Arena, offset and run breaks of tensors that all have bytes, in the order given."""
-    files, starts, sizes, _ = body
+    files, starts, sizes, _, alone = body
     ends = starts + sizes
     apart = np.ones(len(starts), bool)
     apart[1:] = starts[1:] != ends[:-1]
     if files[0] != files[-1]:
         apart[1:] |= files[1:] != files[:-1]
+    if alone is not None:
+        apart[1:] |= alone[1:] | alone[:-1]
     residues = _residues(body, apart, rules)
     breaks = apart.copy()
     breaks[1:] |= residues[1:] != residues[:-1]
@@ -288,6 +294,7 @@ def _assemble_plain(wanted: Wanted, placed: _Placed) -> Layout:
         run_arena=arenas[first],
         run_offset=placed.offsets[first],
         run_batch=arenas[first],
+        run_first=first,
         batch_count=len(placed.sizes),
     )
 
@@ -321,5 +328,6 @@ def _assemble(
         run_arena=arena[first].astype(np.int32),
         run_offset=offset[first],
         run_batch=batches[some][first],
+        run_first=some[first],
         batch_count=int(batches[-1]) + 1 if count else 0,
     )

@@ -1,4 +1,4 @@
-"""Pieces: contiguous copies from a file to memory, as the engine takes them (tl_piece)."""
+"""Pieces: copies from a file to contiguous memory, as the engine takes them (tl_piece)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ import numpy.typing as npt
 __all__ = ["DIGEST", "JOIN", "PIECE", "merge_pieces", "new_pieces"]
 
 PIECE = np.dtype(
-    [("file_offset", "u8"), ("nbytes", "u8"), ("destination", "u8"), ("file", "i4"), ("flags", "u4")]
+    [
+        ("file_offset", "u8"),
+        ("nbytes", "u8"),
+        ("destination", "u8"),
+        ("file", "i4"),
+        ("flags", "u4"),
+        ("rows", "u8"),
+        ("stride", "u8"),
+    ]
 )
+"""``rows`` 0: a range of the file. Else ``nbytes`` in so many rows, which begin ``stride`` apart there."""
 
 # TL_PIECE_JOIN: what lies between the piece before and this one is padding of one arena, and may be
 # overwritten.
@@ -21,13 +30,19 @@ DIGEST = 2
 
 
 def new_pieces(
-    file: npt.ArrayLike, file_offset: npt.ArrayLike, nbytes: npt.ArrayLike, destination: npt.ArrayLike
+    file: npt.ArrayLike,
+    file_offset: npt.ArrayLike,
+    nbytes: npt.ArrayLike,
+    destination: npt.ArrayLike,
+    rows: npt.ArrayLike = 0,
+    stride: npt.ArrayLike = 0,
 ) -> npt.NDArray[Any]:
-    """An array of PIECE, one element for each of the given, without flags. All in bytes."""
+    """An array of PIECE, one element for each of the given, without flags. All but ``rows`` in bytes."""
     offsets = np.asarray(file_offset)
     pieces = np.zeros(len(offsets), PIECE)
     pieces["file"], pieces["file_offset"] = file, offsets
     pieces["nbytes"], pieces["destination"] = nbytes, destination
+    pieces["rows"], pieces["stride"] = rows, stride
     return pieces
 
 
@@ -35,7 +50,7 @@ def merge_pieces(pieces: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The same copies in fewer pieces: neighbours in the array that follow each other in file and memory
     become one.
 
-    Pieces of no bytes are dropped. Flags must not be set.
+    Pieces of no bytes are dropped, those of rows stay as they are. Flags must not be set.
     """
     pieces = pieces[pieces["nbytes"] > 0]
     if len(pieces) < 2:
@@ -45,6 +60,8 @@ def merge_pieces(pieces: npt.NDArray[Any]) -> npt.NDArray[Any]:
         (before["file"] == after["file"])
         & (before["file_offset"] + before["nbytes"] == after["file_offset"])
         & (before["destination"] + before["nbytes"] == after["destination"])
+        & (before["rows"] == 0)
+        & (after["rows"] == 0)
     )
     first = np.flatnonzero(np.concatenate(([True], ~follows)))
     merged: npt.NDArray[Any] = pieces[first].copy()

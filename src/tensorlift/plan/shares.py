@@ -60,6 +60,7 @@ def take_share(layout: Layout, share: Share) -> Layout:
         run_arena=layout.run_arena[rows],
         run_offset=begin[rows],
         run_batch=batch[rows],
+        run_first=layout.run_first[rows],
     )
 
 

@@ -18,6 +18,7 @@ from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import Expected
 from tensorlift.format.quoting import quote
 from tensorlift.options import LoadOptions
+from tensorlift.plan.parts import Spread, spread_of
 from tensorlift.plan.pieces import merge_pieces, new_pieces
 from tensorlift.stats import LoadStats
 from tensorlift.tensors.destinations import Target
@@ -39,6 +40,7 @@ class _Planned(NamedTuple):
     starts: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
     addresses: npt.NDArray[np.uint64]
+    spread: Spread | None
 
 
 class Direct(Running):
@@ -68,7 +70,12 @@ class Direct(Running):
         if expected is not None:
             self._checks = Checks(self._engine, checkpoint, rows, expected)
         self._planned = _Planned(
-            ordered, self._add_files(checkpoint, files)[files], checkpoint.starts[rows], sizes, addresses
+            ordered,
+            self._add_files(checkpoint, files)[files],
+            checkpoint.starts[rows],
+            sizes,
+            addresses,
+            spread_of(checkpoint, rows),
         )
 
     def _let_go(self) -> None:
@@ -96,7 +103,9 @@ class Direct(Running):
         if self._checks is not None:
             pieces = self._checks.pieces(part.start, part.stop, planned.files[part], addresses)
         else:
-            pieces = merge_pieces(new_pieces(planned.files[part], planned.starts[part], sizes, addresses))
+            spread = () if planned.spread is None else planned.spread.take(part)
+            files, starts = planned.files[part], planned.starts[part]
+            pieces = merge_pieces(new_pieces(files, starts, sizes, addresses, *spread))
         if len(pieces):
             self._ticket = self._engine.submit(pieces, self.memory.stream())
 

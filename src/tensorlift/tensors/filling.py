@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.format.digests import Expected
 from tensorlift.format.quoting import clean, quote
 from tensorlift.options import LoadOptions
+from tensorlift.plan.parts import Asked
 from tensorlift.progress import finished, reporter, ticker
 from tensorlift.stats import LoadStats, merged
 from tensorlift.tensors import memory as memories
@@ -26,7 +26,7 @@ from tensorlift.tensors.running import Tick, both
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 from tensorlift.tensors.views import check_expressible, collector_paused
 
-__all__ = ["Asked", "Exchange", "Filled", "fill"]
+__all__ = ["Exchange", "Filled", "fill"]
 
 Exchange = Callable[..., Exchanging]
 """See distributed.ranks.Ranks.exchange."""
@@ -41,14 +41,6 @@ class Filled:
     unexpected_keys: list[str]
     """Names of the checkpoint that the model lacks."""
     stats: LoadStats
-
-
-class Asked(NamedTuple):
-    """What is to be loaded: rows of a checkpoint, and the digests that they must have, if any."""
-
-    checkpoint: Checkpoint
-    rows: npt.NDArray[np.int64]
-    expected: Expected | None
 
 
 def fill(
@@ -97,15 +89,7 @@ def fill(
             None if others is None else others.check,
             ticker(report, lambda: sum(part.bytes_done() for part in parts), total),
         )
-        with clock.phase("submit"):
-            try:
-                for direct in directs.values():
-                    direct.start()
-            finally:
-                _bump_versions(found.direct)
-        with clock.phase("read"):
-            for direct in directs.values():
-                direct.wait(tick)
+        _read_in_place(directs.values(), found, clock, tick)
         if found.copied or found.ordered:
             for direct in directs.values():
                 direct.close()  # one ring at a time
@@ -117,6 +101,18 @@ def fill(
         files=len(np.unique(checkpoint.shard_of[used])),
     )
     return Filled(found.missing, found.unexpected, stats)
+
+
+def _read_in_place(directs: Iterable[Direct], found: Match, clock: Clock, tick: Tick | None) -> None:
+    with clock.phase("submit"):
+        try:
+            for direct in directs:
+                direct.start()
+        finally:
+            _bump_versions(found.direct)
+    with clock.phase("read"):
+        for direct in directs:
+            direct.wait(tick)
 
 
 def _other_ranks(

@@ -14,6 +14,7 @@ from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.plan import pieces as plan_pieces
 from tensorlift.plan.arenas import Layout, Rules, Wanted, lay_out
+from tensorlift.plan.parts import spread_of
 from tensorlift.plan.shares import take_share
 from tensorlift.tensors.exchanging import Exchanging
 from tensorlift.tensors.memory import Arena, Memory
@@ -37,7 +38,9 @@ class Part:
     ) -> None:
         """Lays out ``rows``; raises DtypeError for a tensor that the running torch cannot express."""
         self.table = table = Table(checkpoint, rows)
-        wanted = Wanted(table.files, table.starts, table.sizes, table.alignments)
+        self._spread = spread = spread_of(checkpoint, rows)
+        alone = None if spread is None else spread.counts > 0
+        wanted = Wanted(table.files, table.starts, table.sizes, table.alignments, alone)
         layout = lay_out(wanted, rules, None if exchange is None else exchange.rows)
         self._arena_of = [-1] * layout.batch_count
         self._first_arenas: list[list[int]] = [[] for _ in range(layout.batch_count)]
@@ -122,6 +125,7 @@ class Part:
             layout.run_start[runs],
             layout.run_nbytes[runs],
             self._addresses[owners] + layout.run_offset[runs].astype(np.uint64),
+            *(() if self._spread is None else self._spread.take(layout.run_first[runs])),
         )
         # Runs of one arena that come one after another belong to one batch: nothing but padding lies between
         # them.
