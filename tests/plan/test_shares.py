@@ -87,7 +87,7 @@ def test_what_others_do_not_want_does_not_move_what_all_want(
     for extra in (mine, yours):
         every = wanted([(file, size, alignment, True) for file, size, alignment, _ in common])
         own = wanted([(7, size, alignment, False) for _, size, alignment, _ in extra])
-        both = Wanted(*(np.concatenate((a, b)) for a, b in zip(every, own, strict=True)))
+        both = Wanted(*(np.concatenate((a, b)) for a, b in zip(every[:4], own[:4], strict=True)))
         flags = np.arange(len(both.starts)) < len(common)
         layout = lay_out(both, rules, flags)
         arenas = np.flatnonzero(layout.arena_exchanged)
