@@ -300,3 +300,20 @@ def test_a_cold_file_is_read_once_by_all_together(tmp_path: Path) -> None:
         assert sum(stats["readers"].values()) <= nbytes / world + MIB
     assert sum(sum(stats["readers"].values()) for _, stats in found) == nbytes
     assert sum(read for read, _ in found) >= nbytes
+
+
+def by_prediction(rank: int, path: str) -> Any:
+    stats = tensorlift.load(path, process_group="world").stats
+    return [stats.exchange, stats.exchange_reason, dict(stats.prediction)]
+
+
+def test_auto_says_what_it_rests_on(even: str) -> None:
+    """gloo on one host is slower than any page cache."""
+    found = ranks.values(by_prediction, 2, even)
+    assert found[0] == found[1]
+    exchange, why, figures = found[0]
+    assert exchange == "none"
+    assert why.startswith("predicted: ")
+    assert figures["gather_seconds"] > figures["none_seconds"] > 0
+    assert (figures["cached"], figures["cached_known"], figures["ranks_per_host"]) == (1, 1, 2)
+    assert figures["bytes"] == 32 * 64 * KIB

@@ -182,6 +182,9 @@ TL_API const char *tl_backend_not_built(uint32_t backend);
  * registering the file, without a read. Blocks. The reason of a refusal is in *error. */
 TL_API tl_status tl_backend_probe(uint32_t backend, const char *path, tl_error *error);
 
+/* What share of a file is in the page cache, 0 to 1, by some stretches of it; -1 where that is not known. Blocks. */
+TL_API double tl_cached_share(const char *path);
+
 /* Tries to open the device's driver library and to count devices. Blocks. */
 TL_API tl_status tl_driver_probe(int32_t device_kind, int32_t *device_count, tl_error *error);
 

@@ -6,6 +6,7 @@
 #include "backends.hpp"
 #include "engine.hpp"
 #include "keeper.hpp"
+#include "residency.hpp"
 #include "shim/driver.hpp"
 
 struct tl_engine {
@@ -84,6 +85,15 @@ tl_status tl_backend_probe(uint32_t backend, const char *path, tl_error *error) 
         options.backends[0] = backend;
         return tl::probe(options, path);
     });
+}
+
+double tl_cached_share(const char *path) {
+    double share = -1;
+    guarded(nullptr, [&]() -> Failure {
+        if (path) share = tl::Residency::share(path);
+        return {};
+    });
+    return share;
 }
 
 tl_status tl_driver_probe(int32_t device_kind, int32_t *device_count, tl_error *error) {

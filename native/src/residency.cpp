@@ -123,6 +123,31 @@ std::optional<bool> Residency::alike(Method method, int fd, uint64_t begin, uint
     return cached != 0;
 }
 
+double Residency::share(const char *path) {
+    constexpr uint64_t kStretches = 16, kStretch = 1 << 20;
+    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) return -1;
+    struct stat status;
+    double found = -1;
+    if (fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && status.st_size > 0) {
+        const auto nbytes = static_cast<uint64_t>(status.st_size);
+        const Method method = detect(fd, status);
+        uint64_t asked = 0, cached = 0;
+        for (uint64_t i = 0; i < kStretches && method != Method::kUnknown && method != Method::kMemory; i++) {
+            const uint64_t begin = round_down(nbytes / kStretches * i, system_page());
+            const uint64_t end = std::min(begin + kStretch, nbytes);
+            for (const Segment &part : segments(method, fd, begin, end)) {
+                asked += part.end - part.begin;
+                if (part.resident) cached += part.end - part.begin;
+            }
+        }
+        if (method == Method::kMemory) found = 1;
+        if (asked > 0) found = static_cast<double>(cached) / static_cast<double>(asked);
+    }
+    close(fd);
+    return found;
+}
+
 std::vector<Segment> Residency::segments(Method method, int fd, uint64_t begin, uint64_t end) {
     std::vector<Segment> found;
     const uint64_t first = round_down(begin, system_page());

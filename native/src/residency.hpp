@@ -36,6 +36,10 @@ public:
 
     // Whether all of [begin, end) is cached or nothing of it is, where one call tells.
     static std::optional<bool> alike(Method method, int fd, uint64_t begin, uint64_t end);
+
+    // What share of a file is cached, 0 to 1, by some stretches of it: asking for all of a large file costs as long as
+    // reading a part of it. -1 where nobody tells, the file cannot be opened or has no bytes.
+    static double share(const char *path);
 };
 
 }  // namespace tl

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tensorlift.distributed.agreement import Request
+from tensorlift.engine import abi
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.plan.prediction import Costs, Rates, Work, predict
 
@@ -17,8 +18,11 @@ _GLOO = 0.2e9
 
 
 def cached(checkpoint: Checkpoint) -> float:
-    """What share of a checkpoint's files is in the page cache; -1 where that is not known."""
-    return -1.0
+    """What share of a checkpoint's bytes is in this host's page cache; -1 where that is not known."""
+    shares = [(shard.nbytes, abi.library().cached_share(shard.absolute)) for shard in checkpoint.shards]
+    known = [(nbytes, share) for nbytes, share in shares if share >= 0]
+    total = sum(nbytes for nbytes, _ in known)
+    return sum(nbytes * share for nbytes, share in known) / total if total else -1.0
 
 
 def ranks_per_host(given: Sequence[Request]) -> int:

@@ -142,6 +142,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
     "tl_abi_version": (_u32, (), False),
     "tl_backend_not_built": (_text, (_u32,), False),
     "tl_backend_probe": (_i32, (_u32, _text, _ERROR), True),
+    "tl_cached_share": (ctypes.c_double, (_text,), True),
     "tl_driver_probe": (_i32, (_i32, ctypes.POINTER(_i32), _ERROR), True),
     "tl_engine_create": (_i32, (ctypes.POINTER(Options), ctypes.POINTER(_ptr), _ERROR), True),
     "tl_pinned_release": (_i32, (ctypes.POINTER(_u64), _ERROR), True),
@@ -226,6 +227,10 @@ class Abi:
         count, error = _i32(0), Error()
         status = self.call["tl_driver_probe"](device_kind, ctypes.byref(count), ctypes.byref(error))
         return (count.value, None) if status == Status.OK else (0, error.text or f"status {status}")
+
+    def cached_share(self, path: bytes) -> float:
+        """What share of a file is in the page cache, 0 to 1; -1 where that is not known. Blocks."""
+        return float(self.call["tl_cached_share"](path))
 
     def _ask(self, name: str, *arguments: Any) -> int:
         """Calls a function whose last argument is a tl_error; OK or PENDING, else RefusedError."""
