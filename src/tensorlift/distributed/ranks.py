@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -26,7 +28,7 @@ from tensorlift.distributed.agreement import (
 from tensorlift.distributed.board import Board, Failure
 from tensorlift.distributed.communicator import Communicator
 from tensorlift.distributed.exchange import Exchange
-from tensorlift.distributed.members import Members, members_of, this_process
+from tensorlift.distributed.members import Members, machine, members_of
 from tensorlift.errors import OptionError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.options import LoadOptions
@@ -65,10 +67,11 @@ class Ranks:
 
     def __init__(self, members: Members, settings: LoadOptions) -> None:
         """Says that this rank is there."""
-        self.members = members
         self._board = Board(
             members, settings.peer_timeout or PEER_TIMEOUT, settings.join_timeout or JOIN_TIMEOUT
         )
+        self.members = self._board.members
+        self._pid = os.getpid()
         self._exchange: Exchange | None = None
         self._communicator: Communicator | None = None
         self.schedule: Schedule | None = None
@@ -85,6 +88,8 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends this rank's part."""
+        if self._forked:
+            return
         if self.held and isinstance(error, GeneratorExit):
             return
         if error is not None or not self.complete:
@@ -99,26 +104,33 @@ class Ranks:
 
     def leave(self, error: BaseException | None) -> None:
         """Ends this rank's part before its time; the others raise PeerError with the reason."""
-        if self._ended:
+        if self._ended or self._forked:
             return
         rank = self.members.rank
+        kind: Literal["left", "error"]
         if error is None or isinstance(error, GeneratorExit):
             kind, why = "left", "stopped before it had taken all tensors"
         else:
             said = str(error)
             kind, why = "error", f"failed: {type(error).__name__}{': ' if said else ''}{said}"
-        self._board.fail(
-            Failure(self.members.world_ranks[rank], kind, f"{self.members.name(rank)} {why}")  # type: ignore[arg-type]
-        )
-        self._end()
+        world_rank, text = self.members.world_ranks[rank], f"{self.members.name(rank)} {why}"
+        try:
+            self._board.fail(Failure(world_rank, kind, text))
+        finally:
+            self._end()
 
     def through(self) -> None:
         """Ends this rank's part without waiting for the others."""
-        if not self._ended:
+        if not self._ended and not self._forked:
             try:
                 self._board.through()
             finally:
                 self._end()
+
+    @property
+    def _forked(self) -> bool:
+        """In a child the load is the parent's still: what the child lets go of is no end of it."""
+        return os.getpid() != self._pid
 
     def _end(self) -> None:
         self._ended = True
@@ -191,7 +203,7 @@ class Ranks:
             arena_size=arena_size,
             rows=pack(whole),
             temporary=self.members.temporary,
-            host=this_process().host,
+            host=machine(),
             cached=policy.cached(checkpoint),
         )
 
