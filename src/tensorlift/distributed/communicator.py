@@ -21,7 +21,7 @@ __all__ = ["Communicator"]
 _FOR_EVER = datetime.timedelta(days=7)
 # For ranks to find each other, once each has said that it is there.
 _MEETING = datetime.timedelta(seconds=60)
-_PATIENCE = 5.0  # seconds
+_PATIENCE, _BROKEN = 5.0, 0.5  # seconds: for the end of a group, and of one whose ranks may be gone
 
 
 class Communicator:
@@ -73,7 +73,7 @@ class Communicator:
         # Its end may wait for peers that are gone (vLLM #39846), and this thread must not.
         ending = threading.Thread(target=self._end, args=(broken,), name="tensorlift-end", daemon=True)
         ending.start()
-        ending.join(_PATIENCE)
+        ending.join(_BROKEN if broken else _PATIENCE)
         self.seconds_destroyed = time.perf_counter() - begin
 
     def _make(self) -> None:

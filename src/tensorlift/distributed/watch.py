@@ -54,7 +54,7 @@ class Watch:
         self._limit = _SILENT * peer_timeout
         # Around what a gather counts: what was told and what was counted are one.
         self.lock = threading.Lock()
-        self.frozen = self._told = False
+        self.frozen = self._told = self._lost = False
         self.issued: list[int] = []
         """Bytes a rank of each gather that this rank has begun to issue."""
         self.failure: Failure | None = None
@@ -72,6 +72,8 @@ class Watch:
 
     def ask(self, what: Callable[[Any], T]) -> T:
         """``what(store)``; raises the end of the load where the store does not answer."""
+        if self._lost and self.failure is not None:
+            raise self.failure.error()
         call = _Call(what)
         self._calls.put(call)
         if not self._waited(call.done):
@@ -118,6 +120,7 @@ class Watch:
             rank = -1 if gone is None else self.members.world_ranks[gone]
             failure = Failure(rank, "gone", f"the store of the process group does not answer{who}: {why}")
             self.failure = failure
+        self._lost = True
         with self.lock:
             self.frozen = True
         return failure
