@@ -111,8 +111,7 @@ class Ranks:
         if error is None or isinstance(error, GeneratorExit):
             kind, why = "left", "stopped before it had taken all tensors"
         else:
-            said = str(error)
-            kind, why = "error", f"failed: {type(error).__name__}{': ' if said else ''}{said}"
+            kind, why = "error", f"failed: {_said(error)}"
         world_rank, text = self.members.world_ranks[rank], f"{self.members.name(rank)} {why}"
         try:
             self._board.fail(Failure(world_rank, kind, text))
@@ -237,3 +236,11 @@ class Ranks:
             prediction={} if schedule is None else schedule.figures,
             received_bytes=0 if exchange is None else exchange.bytes_received,
         )
+
+
+def _said(error: BaseException) -> str:
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}" if str(error) else name
+    except Exception:  # noqa: BLE001 - of a program's own exception
+        return name

@@ -25,6 +25,7 @@ __all__ = ["Failure", "Watch", "heard_by", "taken"]
 T = TypeVar("T")
 # Of peer_timeout: until a rank on another host, or the store, counts as gone. The rest is for telling others.
 _SILENT = 0.6
+_LONGEST_TEXT = 10_000
 _SLICE = 0.1  # seconds, at most: one look of a thread that waits for another
 
 
@@ -105,11 +106,12 @@ class Watch:
 
     def post(self, store: Any, failure: Failure) -> None:
         """Puts a failure on the board, where there is none, and stops the gathers; to be asked."""
-        if store.add("failures", 1) == 1:
-            store.set("failure", msgspec.json.encode(failure))
-            self.failure = self.failure or failure
+        # Text of any program: what is no Unicode would not get through.
+        text = failure.text.encode(errors="replace").decode()[:_LONGEST_TEXT]
+        failure = msgspec.structs.replace(failure, text=text)
+        first = store.compare_set("failure", "", msgspec.json.encode(failure).decode())
+        self.failure = self.failure or msgspec.json.decode(bytes(first), type=Failure)
         self._look(store)
-        self.failure = self.failure or failure
 
     def lost(self, why: str) -> Failure:
         """The store does not answer: its host is gone, and most likely it was a rank of this host."""
@@ -213,7 +215,9 @@ class Watch:
     def _ended(self) -> int | None:
         """A rank of this host whose process has ended, and which was not through."""
         for rank, process in list(self.processes.items()):
-            if process.is_beside(self.process) and rank not in self._through and process.is_gone():
+            if rank == self.members.rank or rank in self._through:
+                continue
+            if process.is_beside(self.process) and process.is_gone():
                 return rank
         return None
 
