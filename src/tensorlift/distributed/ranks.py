@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal
@@ -78,7 +81,10 @@ class Ranks:
         self.complete = self._ended = False
         self.held = False
         """Somebody else will say why an iteration ended early."""
+        self.free = False
+        """Nobody waits for this rank: the end of its process is no end of the load."""
         self.seconds_agreeing = 0.0
+        _open.add(self)
 
     def __enter__(self) -> Ranks:
         """Itself."""
@@ -244,3 +250,14 @@ def _said(error: BaseException) -> str:
         return f"{name}: {error}" if str(error) else name
     except Exception:  # noqa: BLE001 - of a program's own exception
         return name
+
+
+# Ended before the interpreter does: threads, which that wants, cannot be started afterwards.
+_open: weakref.WeakSet[Ranks] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for ranks in list(_open):
+        with contextlib.suppress(Exception):
+            ranks.through() if ranks.free else ranks.leave(None)
