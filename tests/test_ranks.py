@@ -142,6 +142,11 @@ def alone(rank: int, path: str) -> Any:
     return [plain.stats.exchange, forced.stats.exchange, forced.stats.received_bytes]
 
 
+def test_a_store_that_is_a_file(checkpoint: Written) -> None:
+    found = ranks.values(every_way, 2, str(checkpoint.path), "gather", store="file")
+    assert [stats["ranks"] for stats in found] == [2, 2]
+
+
 def test_one_rank_makes_no_group_unless_forced(even: str) -> None:
     assert ranks.values(alone, 1, even) == [["none", "gather", 0]]
 

@@ -45,7 +45,8 @@ struct Source {
 
     tl_status start(Engine &engine, const Bytes &memory) const {
         const std::int32_t file = engine.add(folder.file("data"), content.size());
-        return engine.submit({{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0}});
+        return engine.submit(
+            {{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0}});
     }
 
     // Loads all of it; what the engine said just before its end.

@@ -78,6 +78,8 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
             self._expected = sources.expected_digests(self._checkpoint, rows, self._options, whole=True)
             if self._expected is not None:
                 check_built()
+        if self._ranks is not None:
+            self._ranks.free = True
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._files: dict[int, int] = {}

@@ -233,12 +233,18 @@ def load_into(
     as load() does, and RequestError for a meta tensor, MismatchError listing every shape that differs.
     """
     begin = time.perf_counter()
-    if "device" in options:
-        raise OptionError("load_into takes no device: bytes go to where the model is; move the model first")
-    ranks, settings = join(process_group, lambda: LoadOptions.resolve(verify=verify, **options))
-    if names is not None and not (isinstance(names, (str, re.Pattern)) or callable(names)):
-        names = list(names)
+
+    def resolve() -> LoadOptions:
+        if "device" in options:
+            raise OptionError(
+                "load_into takes no device: bytes go to where the model is; move the model first"
+            )
+        return LoadOptions.resolve(verify=verify, **options)
+
+    ranks, settings = join(process_group, resolve)
     with ranks or contextlib.nullcontext():
+        if names is not None and not (isinstance(names, (str, re.Pattern)) or callable(names)):
+            names = list(names)
         with traced(settings.trace) as trace:
             clock = Clock(trace)
             with clock.phase("headers"):

@@ -75,9 +75,9 @@ def killed(rank: int, path: str, kind: str, victim: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["world", "own"])
-@pytest.mark.parametrize(("victim", "store_on_rank_0"), [(2, False), (0, False), (0, True)])
-def test_a_killed_rank(path: str, kind: str, victim: int, store_on_rank_0: bool) -> None:
-    outcomes = ranks.run(killed, 3, path, kind, victim, store_on_rank_0=store_on_rank_0)
+@pytest.mark.parametrize(("victim", "store"), [(2, "apart"), (0, "file"), (0, "rank 0")])
+def test_a_killed_rank(path: str, kind: str, victim: int, store: str) -> None:
+    outcomes = ranks.run(killed, 3, path, kind, victim, store=store)
     assert outcomes[victim].status == -signal.SIGKILL
     others_raise(outcomes, victim, "PeerError", f"rank {victim}", "gone")
 

@@ -18,10 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support import child
+import pytest
+
+from support import child, hosts
 
 # Seconds after which a rank writes down where it is, for the message of a test that waits in vain.
 STUCK = 40
+# Seconds that a rank gets to leave its group when all ranks have answered: over a cut link it never does.
+ENDING = 5
 
 
 @dataclass(frozen=True)
@@ -43,16 +47,20 @@ def run(
     function: Callable[..., Any],
     world: int,
     *arguments: Any,
-    store_on_rank_0: bool = False,
+    store: str = "apart",
+    on_hosts: int = 0,
     seconds: float = 60,
 ) -> list[Outcome]:
     """``function(rank, *arguments)`` in each rank, with torch.distributed initialised.
 
-    The store is served by none of the ranks, as with torchrun, or by rank 0. What still runs after so many
-    seconds is killed.
+    ``store``: served by none of the ranks, as with torchrun; by "rank 0"; or a "file". ``on_hosts``: on so
+    many hosts (see hosts), with links of 400 Mbit/s; the test is skipped where there can be none. What still
+    runs after so many seconds is killed.
     """
+    if on_hosts and (reason := hosts.why_not()):
+        pytest.skip(reason)
     file, name = function.__code__.co_filename, function.__name__
-    found = child.call(_world, file, name, world, arguments, store_on_rank_0, seconds, seconds=seconds + 30)
+    found = child.call(_world, file, name, world, arguments, store, on_hosts, seconds, seconds=seconds + 30)
     return [Outcome(**outcome) for outcome in found]
 
 
@@ -66,23 +74,28 @@ def values(function: Callable[..., Any], world: int, *arguments: Any, **named: A
 
 
 def _world(
-    file: str, name: str, world: int, arguments: list[Any], store_on_rank_0: bool, seconds: float
+    file: str, name: str, world: int, arguments: list[Any], store: str, on_hosts: int, seconds: float
 ) -> list[dict[str, Any]]:
+    places = hosts.make(on_hosts, "400mbit") if on_hosts else []
+    address = hosts.STORE if on_hosts else "127.0.0.1"
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((address, 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         pids = {}
         for rank in range(world):
             pid = os.fork()
             if pid == 0:
-                _rank(file, name, rank, world, arguments, port, store_on_rank_0, Path(folder, str(rank)))
+                place = places[rank * on_hosts // world] if places else None
+                rendezvous = _Rendezvous(store, address, port, f"{folder}/store", world)
+                _rank(file, name, rank, arguments, rendezvous, place, Path(folder, str(rank)))
             pids[pid] = rank
-        if not store_on_rank_0:
+        held = None
+        if store == "apart":
             import torch.distributed as dist
 
             # Only now: it has threads, which a fork would lose.
-            held = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+            held = dist.TCPStore(address, port, None, True, wait_for_workers=False)
         found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
         while pids:
@@ -93,19 +106,44 @@ def _world(
                 said = Path(f"{answer}.said")
                 outcome = json.loads(answer.read_text()) if answer.exists() else {"trace": said.read_text()}
                 found[rank] = {"status": os.waitstatus_to_exitcode(status), **outcome}
+                if all(Path(folder, str(left)).exists() for left in pids.values()):
+                    deadline = min(deadline, time.monotonic() + ENDING)
             elif time.monotonic() > deadline:
                 for left in pids:
                     os.kill(left, signal.SIGKILL)
                 deadline = float("inf")
             else:
                 time.sleep(0.01)
-        if not store_on_rank_0:
-            del held
+        del held
         return [found[rank] for rank in range(world)]
 
 
+@dataclass(frozen=True)
+class _Rendezvous:
+    store: str
+    address: str
+    port: int
+    path: str
+    world: int
+
+    def open(self, rank: int) -> Any:
+        import torch.distributed as dist
+
+        if self.store == "file":
+            return dist.FileStore(self.path, self.world)
+        return dist.TCPStore(
+            self.address, self.port, None, self.store == "rank 0" and rank == 0, wait_for_workers=False
+        )
+
+
 def _rank(
-    file: str, name: str, rank: int, world: int, arguments: list[Any], port: int, serves: bool, answer: Path
+    file: str,
+    name: str,
+    rank: int,
+    arguments: list[Any],
+    rendezvous: _Rendezvous,
+    place: int | None,
+    answer: Path,
 ) -> None:
     """In the fork; does not return."""
     import torch
@@ -117,6 +155,9 @@ def _rank(
         said = os.open(f"{answer}.said", os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(said, 1)
         os.dup2(said, 2)
+        if place is not None:
+            hosts.enter(place)
+            os.environ["GLOO_SOCKET_IFNAME"] = hosts.INTERFACE
         torch.set_num_threads(1)
         faulthandler.dump_traceback_later(STUCK)
         spec = importlib.util.spec_from_file_location("child_module", file)
@@ -125,8 +166,8 @@ def _rank(
         module = importlib.util.module_from_spec(spec)
         sys.modules["child_module"] = module
         spec.loader.exec_module(module)
-        store = dist.TCPStore("127.0.0.1", port, None, serves and rank == 0, wait_for_workers=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        store = rendezvous.open(rank)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=rendezvous.world)
         begin = time.monotonic()
         outcome: dict[str, Any] = {}
         try:
@@ -134,7 +175,7 @@ def _rank(
         except Exception as error:  # noqa: BLE001 - told to the test
             outcome = {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
         outcome["seconds"] = time.monotonic() - begin
-        if serves and rank == 0:
+        if rendezvous.store == "rank 0" and rank == 0:
             time.sleep(1)  # the others may want it still
         text = answer.with_suffix(".part")
         text.write_text(json.dumps(outcome))

@@ -153,7 +153,7 @@ def schedule_of(
     common = np.ones(len(sizes), bool)
     for packed in {request.rows for request in given}:
         common &= unpack(packed, len(sizes))
-    nbytes = int(sizes[common].sum())
+    nbytes = sum(sizes[common].tolist())  # sparse files can be larger together than 64 bits say
     exchange, why = given[0].exchange, "asked for"
     figures: dict[str, float] = {}
     if not nbytes and exchange != "none":

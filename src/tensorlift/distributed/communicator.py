@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from tensorlift.distributed.members import Members
 from tensorlift.errors import DeviceError
@@ -22,6 +21,7 @@ __all__ = ["Communicator"]
 _FOR_EVER = datetime.timedelta(days=7)
 # For ranks to find each other, once each has said that it is there.
 _MEETING = datetime.timedelta(seconds=60)
+_PATIENCE, _BROKEN = 5.0, 0.5  # seconds: for the end of a group, and of one whose ranks may be gone
 
 
 class Communicator:
@@ -33,7 +33,8 @@ class Communicator:
         self._group: Any = None if members.temporary else members.group
         self._failed: BaseException | None = None
         self.seconds_made = self.seconds_destroyed = 0.0
-        self._made = threading.Event()
+        self._made, self._released = threading.Event(), threading.Event()
+        self._meeting: Any = None
         if not members.temporary:
             self._made.set()
             return
@@ -49,15 +50,18 @@ class Communicator:
             check()
             raise self._failed
 
-    def gather(self, whole: torch.Tensor, share: torch.Tensor) -> Any:
+    def gather(self, whole: torch.Tensor, share: torch.Tensor, work: list[Any]) -> None:
         """Begins to complete ``whole``, of which ``share`` is this rank's part, on the current stream.
 
         Both are bytes in one dimension; the parts of all ranks are equal and lie in the order of the ranks.
+        ``work`` gets the gather.
         """
         # torch 2.13 renamed what is below all_gather_into_tensor, and warns of the name that it had.
         group = self._group
         gather = group.all_gather_single if hasattr(group, "all_gather_single") else group._allgather_base
-        return gather(whole, share)
+        # No step of Python between the two: a signal's handler that raises there would lose what was issued,
+        # and the first collective of a group waits for the other ranks.
+        work.extend(map(gather, (whole,), (share,)))
 
     def release(self, *, broken: bool) -> None:
         """Ends a temporary group; ``broken``: its collectives may never end by themselves."""
@@ -65,11 +69,11 @@ class Communicator:
             self._group = None
             return
         begin = time.perf_counter()
-        held, self._group = [self._group], None
+        self._released.set()
         # Its end may wait for peers that are gone (vLLM #39846), and this thread must not.
-        ending = threading.Thread(target=_end, args=(held, broken), name="tensorlift-end", daemon=True)
+        ending = threading.Thread(target=self._end, args=(broken,), name="tensorlift-end", daemon=True)
         ending.start()
-        ending.join(_PATIENCE)
+        ending.join(_BROKEN if broken else _PATIENCE)
         self.seconds_destroyed = time.perf_counter() - begin
 
     def _make(self) -> None:
@@ -77,6 +81,10 @@ class Communicator:
         members = self._members
         backend: Any
         try:
+            from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+            from tensorlift.distributed.meeting import Meeting
+
             store = PrefixStore("group", members.store())
             if self._device.type == "cuda":
                 kind = dist.ProcessGroup.BackendType.NCCL
@@ -86,8 +94,10 @@ class Communicator:
                 backend = dist.ProcessGroupNCCL(store, members.rank, members.count, options)
             else:
                 kind = dist.ProcessGroup.BackendType.GLOO
-                backend = dist.ProcessGroupGloo(store, members.rank, members.count, _MEETING)
+                meeting = Meeting(store, self._released, _MEETING)
+                backend = dist.ProcessGroupGloo(meeting, members.rank, members.count, _MEETING)
                 backend._set_default_timeout(_FOR_EVER)
+                self._meeting = meeting  # the back end holds the half of it that is not Python's
             group = dist.ProcessGroup(store, members.rank, members.count)
             group._set_default_backend(kind)
             group._register_backend(self._device, kind, backend)
@@ -97,16 +107,14 @@ class Communicator:
         self.seconds_made = time.perf_counter() - begin
         self._made.set()
 
-
-_PATIENCE = 5.0  # seconds
-
-
-def _end(held: list[Any], broken: bool) -> None:
-    group = held.pop()
-    if group is None:
-        return
-    with contextlib.suppress(Exception):
-        # gloo's abort() and shutdown() free nobody (torch 2.13); the end of its object closes its sockets.
-        if group._get_backend_name() != "gloo":
-            group.abort() if broken else group.shutdown()
-    del group
+    def _end(self, broken: bool) -> None:
+        self._made.wait()
+        group, self._group = self._group, None
+        if group is None:
+            return
+        with contextlib.suppress(Exception):
+            # gloo's abort() and shutdown() free nobody (torch 2.13); the end of its object closes sockets.
+            if group._get_backend_name() != "gloo":
+                group.abort() if broken else group.shutdown()
+        del group
+        self._meeting = None

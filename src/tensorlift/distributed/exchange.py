@@ -34,8 +34,15 @@ _SHORTEST, _LONGEST = 0.0001, 0.002  # seconds between two looks at a gather
 
 
 class _Pending(NamedTuple):
-    work: Any
+    """One gather."""
+
     whole: torch.Tensor
+    work: list[Any]
+    """Empty until it was issued."""
+
+    @property
+    def over(self) -> bool:
+        return not self.work or self.work[0].is_completed()
 
 
 class Exchange:
@@ -93,8 +100,10 @@ class Exchange:
             local(stream)
             width = share_nbytes(self._used[number], self.share.ranks)
             whole = bytes_of(arena, self._memory, width * self.share.ranks)
-            work = self._board.issue(width, lambda: self._gather(whole, width))
-            self._pending[number] = _Pending(work, whole)
+            # There before it is counted: a signal's handler may raise anywhere.
+            self._pending[number] = pending = _Pending(whole, [])
+            self._board.counted(width)
+            self._gather(pending, width)
         self.bytes_received += len(whole) - width
 
     def wait(self, number: int, tick: Callable[[], object] | None) -> None:
@@ -106,14 +115,14 @@ class Exchange:
         if pending is None:
             return
         pause = _SHORTEST
-        while not pending.work.is_completed():
+        while not pending.over:
             self.check()
             if tick is not None:
                 tick()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
         try:
-            pending.work.wait()
+            pending.work[0].wait()
         except RuntimeError as error:
             self._explain(error)
         del self._pending[number]
@@ -126,27 +135,37 @@ class Exchange:
         """
         if self._communicator is None:
             return
-        missed = self._board.missed() if self._board.failed else []
-        broken = missed is None
-        with contextlib.suppress(RuntimeError, MemoryError):
-            for number, width in enumerate(missed or (), self.issued):
+        widths = self._board.agreed() if self._board.failed else []
+        broken = widths is None
+        try:
+            if widths:
+                # Others have it, then so will this rank; it may be in the middle of making it.
+                self._communicator.wait_until_made(_within(self._board.peer_timeout))
+            for number, width in enumerate(widths or ()):
+                pending = self._pending.get(number)
+                if number < self._board.issued and (pending is None or pending.work):
+                    continue
                 # Its arena may not be there, and its bytes are nobody's.
                 whole = torch.empty(width * self.share.ranks, dtype=torch.uint8, device=self._memory.device)
+                self._pending[number] = pending = _Pending(whole, [])
                 with self._on_side():
-                    self._pending[number] = _Pending(self._gather(whole, width), whole)
-        deadline = time.monotonic() + self._board.peer_timeout
+                    self._gather(pending, width)
+        except (RuntimeError, MemoryError):
+            broken = True
+        # Where a rank is gone they may never end.
+        deadline = time.monotonic() + (0 if broken else self._board.peer_timeout)
         for pending in self._pending.values():
-            while not pending.work.is_completed() and time.monotonic() < deadline:
+            while not pending.over and time.monotonic() < deadline:
                 time.sleep(_LONGEST)
-            broken |= not pending.work.is_completed()
-        self._communicator.release(broken=broken)
+            broken |= not pending.over
         # What is still under way keeps its memory by itself.
         self._pending.clear()
+        self._communicator.release(broken=broken)
 
-    def _gather(self, whole: torch.Tensor, width: int) -> Any:
+    def _gather(self, pending: _Pending, width: int) -> None:
         begin = self.share.rank * width
         assert self._communicator is not None
-        return self._communicator.gather(whole, whole[begin : begin + width])
+        self._communicator.gather(pending.whole, pending.whole[begin : begin + width], pending.work)
 
     @contextlib.contextmanager
     def _on_side(self) -> Iterator[int]:
@@ -167,3 +186,14 @@ class Exchange:
             self._board.check()
             time.sleep(_LONGEST)
         raise RanksError(f"an all-gather failed, and no rank has said why: {error}") from error
+
+
+def _within(seconds: float) -> Callable[[], None]:
+    """Raises RuntimeError when that time is over."""
+    deadline = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise RuntimeError("took too long")
+
+    return check

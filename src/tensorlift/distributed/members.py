@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
+import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +13,10 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from tensorlift.errors import RequestError
 
-__all__ = ["WORLD", "Members", "Process", "members_of", "this_process"]
+__all__ = ["WORLD", "Members", "Process", "machine", "members_of", "this_process"]
 
 WORLD = "world"
 
@@ -45,16 +47,28 @@ class Members:
 
     def store(self) -> Any:
         """A client of its own of the group's store: one that waits would keep the other threads waiting."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in every torch
+
         group = self.group
-        store = (
+        store: Any = (
             group.get_group_store()
             if hasattr(group, "get_group_store")
             else dist.distributed_c10d._world.pg_map[group][1]
         )
-        own = store.clone() if hasattr(store, "clone") else store
-        return PrefixStore(f"tensorlift/{self.number}", own)
+        # Not every store can: those of old releases of torch, and those that are written in Python.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            store = store.clone()
+        return PrefixStore(f"tensorlift/{self.number}", store)
+
+    def skipping(self) -> Members:
+        """The same for the load after this one."""
+        with _counting:
+            _loads[self.group] = max(_loads.get(self.group, 0), self.number + 2)
+        return dataclasses.replace(self, number=self.number + 1)
 
 
+# Two threads may begin loads over two groups at once.
+_counting = threading.Lock()
 _loads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -85,8 +99,9 @@ def members_of(process_group: object, *, alone: bool) -> Members | None:
         )
     if group.size() == 1 and alone:
         return None
-    number = _loads.get(group, 0)
-    _loads[group] = number + 1
+    with _counting:
+        number = _loads.get(group, 0)
+        _loads[group] = number + 1
     return Members(
         group, group is not process_group, group.rank(), tuple(dist.get_process_group_ranks(group)), number
     )
@@ -112,25 +127,46 @@ class Process(msgspec.Struct, frozen=True):
 
     def is_gone(self) -> bool:
         """Whether it ended; for processes of this host."""
-        return _started(self.pid) != self.started
+        return _started(self.pid) not in (self.started, None)
+
+    def is_beside(self, other: Process) -> bool:
+        """Whether one can look after the other by its id: the network between them does not matter."""
+        return self.host != "" and self.host == other.host
+
+
+def machine() -> str:
+    """The running kernel, which containers of one machine share; "" where it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def this_process() -> Process:
     """Of the caller."""
+    host = machine()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        host = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+        host = host and f"{host}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         host = ""
-    return Process(host, os.getpid(), _started(os.getpid()))
+    started = _started(os.getpid())
+    return Process(host if started else "", os.getpid(), started or "")
 
 
-def _started(pid: int) -> str:
-    """When a process began; "" for one that is not there, or is only waited for by its parent."""
+def _started(pid: int) -> str | None:
+    """When a process began; "" for one that has ended, None where that cannot be seen."""
     try:
         about = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""
+        # Hidden from other users, or this process has no descriptor left: a signal needs neither.
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except OSError:
+            return None
+        return None
     # The name comes second and may have blanks and brackets of its own; field 3 is the state, 22 the start.
     fields = about.rpartition(")")[2].split()
+    # What is only waited for by its parent has ended.
     return "" if fields[0] in "ZX" else fields[19]

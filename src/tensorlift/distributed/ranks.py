@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
+import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -26,7 +31,7 @@ from tensorlift.distributed.agreement import (
 from tensorlift.distributed.board import Board, Failure
 from tensorlift.distributed.communicator import Communicator
 from tensorlift.distributed.exchange import Exchange
-from tensorlift.distributed.members import Members, members_of, this_process
+from tensorlift.distributed.members import Members, machine, members_of
 from tensorlift.errors import OptionError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.options import LoadOptions
@@ -66,17 +71,21 @@ class Ranks:
 
     def __init__(self, members: Members, settings: LoadOptions) -> None:
         """Says that this rank is there."""
-        self.members = members
         self._board = Board(
             members, settings.peer_timeout or PEER_TIMEOUT, settings.join_timeout or JOIN_TIMEOUT
         )
+        self.members = self._board.members
+        self._pid = os.getpid()
         self._exchange: Exchange | None = None
         self._communicator: Communicator | None = None
         self.schedule: Schedule | None = None
         self.complete = self._ended = False
         self.held = False
         """Somebody else will say why an iteration ended early."""
+        self.free = False
+        """Nobody waits for this rank: the end of its process is no end of the load."""
         self.seconds_agreeing = 0.0
+        _open.add(self)
 
     def __enter__(self) -> Ranks:
         """Itself."""
@@ -86,6 +95,8 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends this rank's part."""
+        if self._forked:
+            return
         if self.held and isinstance(error, GeneratorExit):
             return
         if error is not None or not self.complete:
@@ -100,26 +111,32 @@ class Ranks:
 
     def leave(self, error: BaseException | None) -> None:
         """Ends this rank's part before its time; the others raise PeerError with the reason."""
-        if self._ended:
+        if self._ended or self._forked:
             return
         rank = self.members.rank
+        kind: Literal["left", "error"]
         if error is None or isinstance(error, GeneratorExit):
             kind, why = "left", "stopped before it had taken all tensors"
         else:
-            said = str(error)
-            kind, why = "error", f"failed: {type(error).__name__}{': ' if said else ''}{said}"
-        self._board.fail(
-            Failure(self.members.world_ranks[rank], kind, f"{self.members.name(rank)} {why}")  # type: ignore[arg-type]
-        )
-        self._end()
+            kind, why = "error", f"failed: {_said(error)}"
+        world_rank, text = self.members.world_ranks[rank], f"{self.members.name(rank)} {why}"
+        try:
+            self._board.fail(Failure(world_rank, kind, text))
+        finally:
+            self._end()
 
     def through(self) -> None:
         """Ends this rank's part without waiting for the others."""
-        if not self._ended:
+        if not self._ended and not self._forked:
             try:
                 self._board.through()
             finally:
                 self._end()
+
+    @property
+    def _forked(self) -> bool:
+        """In a child the load is the parent's still: what the child lets go of is no end of it."""
+        return os.getpid() != self._pid
 
     def _end(self) -> None:
         self._ended = True
@@ -192,7 +209,7 @@ class Ranks:
             arena_size=arena_size,
             rows=pack(whole),
             temporary=self.members.temporary,
-            host=this_process().host,
+            host=machine(),
             cached=policy.cached(checkpoint),
         )
 
@@ -226,3 +243,22 @@ class Ranks:
             prediction={} if schedule is None else schedule.figures,
             received_bytes=0 if exchange is None else exchange.bytes_received,
         )
+
+
+def _said(error: BaseException) -> str:
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}" if str(error) else name
+    except Exception:  # noqa: BLE001 - of a program's own exception
+        return name
+
+
+# Ended before the interpreter does: threads, which that wants, cannot be started afterwards.
+_open: weakref.WeakSet[Ranks] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for ranks in list(_open):
+        with contextlib.suppress(Exception):
+            ranks.through() if ranks.free else ranks.leave(None)
