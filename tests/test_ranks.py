@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -300,3 +301,29 @@ def test_a_cold_file_is_read_once_by_all_together(tmp_path: Path) -> None:
         assert sum(stats["readers"].values()) <= nbytes / world + MIB
     assert sum(sum(stats["readers"].values()) for _, stats in found) == nbytes
     assert sum(read for read, _ in found) >= nbytes
+
+
+def dropped(rank: int, path: str, how: str) -> Any:
+    """Rank 1 lets go of what it opened, or cannot open it; what Python could not raise comes back."""
+    unraisable: list[str] = []
+    sys.unraisablehook = lambda told: unraisable.append(repr(told.exc_value))
+    options: dict[str, Any] = {"process_group": "world", "exchange": "gather", "arena_size": 64 * KIB}
+    if rank == 0:
+        with pytest.raises(tensorlift.errors.PeerError) as raised:
+            dict(tensorlift.open(path, **options))
+        return [str(raised.value), unraisable]
+    if how == "file":
+        with pytest.raises(tensorlift.errors.CheckpointNotFoundError):
+            tensorlift.open(path + ".not", **options)
+    elif how == "weights":
+        tensorlift.open(path, **options)
+    else:
+        iter(tensorlift.open(path, **options))
+    return ["", unraisable]
+
+
+@pytest.mark.parametrize("how", ["weights", "iterator", "file"])
+def test_a_pass_that_never_begins_is_told(even: str, how: str) -> None:
+    first, second = ranks.values(dropped, 2, even, how)
+    assert first[0].startswith("rank 1 failed: " if how == "file" else "rank 1 stopped before")
+    assert first[1] == second[1] == []

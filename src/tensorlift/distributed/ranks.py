@@ -121,6 +121,11 @@ class Ranks:
             finally:
                 self._end()
 
+    def __del__(self) -> None:
+        """The other ranks must not wait for a load that nobody will end: a pass that never begins."""
+        if not getattr(self, "_ended", True):
+            self.leave(None)
+
     def _end(self) -> None:
         self._ended = True
         try:
