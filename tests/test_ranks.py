@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from support import ranks
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.leaks import nothing_left
 from support.page_cache import ON_DISK, drop, file_system
+from tensorlift.tensors import running
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -327,3 +331,58 @@ def test_a_pass_that_never_begins_is_told(even: str, how: str) -> None:
     first, second = ranks.values(dropped, 2, even, how)
     assert first[0].startswith("rank 1 failed: " if how == "file" else "rank 1 stopped before")
     assert first[1] == second[1] == []
+
+
+def into_a_map(rank: int, path: str, exchange: str) -> Any:
+    """Rank 1's destination is a map of a file that is open for reading only."""
+    model = {"t00": torch.zeros(64 * KIB, dtype=torch.uint8)}
+    if rank == 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that it should not be written to
+            model["t00"] = torch.from_numpy(np.memmap(path, np.uint8, "r", shape=64 * KIB))
+    with pytest.raises((tensorlift.errors.RequestError, tensorlift.errors.PeerError)) as raised:
+        tensorlift.load_into(model, path, names="t00", process_group="world", exchange=exchange)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "none"])
+def test_a_destination_that_cannot_be_written_ends_the_load_and_not_the_process(
+    even: str, exchange: str
+) -> None:
+    first, second = ranks.values(into_a_map, 2, even, exchange)
+    assert "the memory of 't00' cannot be written" in second
+    assert first == f"rank 1 failed: RequestError: {second}"
+
+
+def divided(rank: int, path: str, exchange: str) -> Any:
+    model = {f"t{k:02}": torch.empty(64 * KIB, dtype=torch.uint8) for k in range(32)}
+    asked: list[int] = []
+    plain = running.size_engine
+    running.size_engine = lambda *given, **named: asked.append(named["ranks"]) or plain(*given, **named)
+    tensorlift.load_into(model, path, process_group="world", exchange=exchange)
+    return asked
+
+
+@pytest.mark.parametrize("exchange", ["gather", "none"])
+def test_ranks_of_a_host_divide_what_it_has(even: str, exchange: str) -> None:
+    for asked in ranks.values(divided, 2, even, exchange):
+        assert set(asked) == {2}
+
+
+def nothing_to_wait_for(rank: int, path: str) -> int:
+    """Rank 0 has read all when rank 1 leaves, and takes its time."""
+    count = 0
+    options: dict[str, Any] = {"exchange": "none", "arena_size": 64 * KIB, "peer_timeout": 2}
+    with contextlib.suppress(tensorlift.errors.PeerError):
+        for _ in tensorlift.open(path, process_group="world", **options):
+            count += 1
+            if rank == 1:
+                break
+            time.sleep(0.1)
+    return count
+
+
+def test_a_rank_that_has_all_its_bytes_learns_of_a_failure(even: str) -> None:
+    first, second = ranks.values(nothing_to_wait_for, 2, even)
+    assert second == 1
+    assert first < 32
