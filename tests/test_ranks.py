@@ -16,6 +16,7 @@ from support import ranks
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.leaks import nothing_left
 from support.page_cache import ON_DISK, drop, file_system
+from tensorlift.tensors import running
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -322,3 +323,18 @@ def test_auto_says_what_it_rests_on(even: str) -> None:
     assert figures["gather_seconds"] > figures["none_seconds"] > 0
     assert (figures["cached"], figures["cached_known"], figures["ranks_per_host"]) == (1, 1, 2)
     assert figures["bytes"] == 32 * 64 * KIB
+
+
+def divided(rank: int, path: str, exchange: str) -> Any:
+    model = {f"t{k:02}": torch.empty(64 * KIB, dtype=torch.uint8) for k in range(32)}
+    asked: list[int] = []
+    plain = running.size_engine
+    running.size_engine = lambda *given, **named: asked.append(named["ranks"]) or plain(*given, **named)
+    tensorlift.load_into(model, path, process_group="world", exchange=exchange)
+    return asked
+
+
+@pytest.mark.parametrize("exchange", ["gather", "none"])
+def test_ranks_of_a_host_divide_what_it_has(even: str, exchange: str) -> None:
+    for asked in ranks.values(divided, 2, even, exchange):
+        assert set(asked) == {2}

@@ -32,16 +32,18 @@ FOOT = """
 
 def section(field: dataclasses.Field[object]) -> str:
     meta = field.metadata
-    option = "--" + field.name.replace("_", "-")
+    option = f"`--{field.name.replace('_', '-')}`"
     if field.name == "progress":
-        option = "--progress / --no-progress"
+        option = "`--progress / --no-progress`"
+    if not meta["cli"]:
+        option = "none: it loads in one process"
     return (
         f"\n## `{field.name}`\n\n{meta['doc']}\n\n"
         f"| | |\n| --- | --- |\n"
         f"| unit | {meta['unit']} |\n"
         f"| automatic | {meta['automatic']} |\n"
         f"| environment | `{LoadOptions.variable(field.name)}` |\n"
-        f"| command line | `{option}` |\n"
+        f"| command line | {option} |\n"
     )
 
 

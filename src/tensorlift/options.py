@@ -182,8 +182,10 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
             _log.warning("the environment variable %r is unknown and changes nothing; %s", variable, hint)
 
 
-def _setting(parse: Callable[[object, str], Any], unit: str, automatic: str, doc: str) -> Any:
-    metadata = {"parse": parse, "unit": unit, "automatic": automatic, "doc": doc}
+def _setting(
+    parse: Callable[[object, str], Any], unit: str, automatic: str, doc: str, *, cli: bool = True
+) -> Any:
+    metadata = {"parse": parse, "unit": unit, "automatic": automatic, "doc": doc, "cli": cli}
     return dataclasses.field(default=None, metadata=metadata)
 
 
@@ -191,8 +193,9 @@ def _setting(parse: Callable[[object, str], Any], unit: str, automatic: str, doc
 class LoadOptions:
     """The settings of a load; ``None`` means automatic. Every value is checked and put into its plain form.
 
-    Each field's metadata has ``unit``, ``doc``, ``automatic`` (what None chooses) and ``parse``; the
-    environment variable is ``LoadOptions.variable(name)``.
+    Each field's metadata has ``unit``, ``doc``, ``automatic`` (what None chooses), ``parse`` and ``cli``
+    (whether the command line, which loads in one process, has it); the environment variable is
+    ``LoadOptions.variable(name)``.
     """
 
     backend: tuple[str, ...] | None = _setting(
@@ -289,19 +292,22 @@ class LoadOptions:
         "auto",
         "With a process group: gather has each rank read its share of what all want and take the rest from "
         "the others, none has each read all that it wants, auto does what is predicted to be faster.",
+        cli=False,
     )
     peer_timeout: float | None = _setting(
         _parse_seconds,
         "seconds",
         "10",
         "With a process group: within this time all ranks know that one has failed or is gone. A rank on "
-        "another host that gives no sign for so long counts as gone.",
+        "another host that gives no sign for 0.6 of it counts as gone.",
+        cli=False,
     )
     join_timeout: float | None = _setting(
         _parse_seconds,
         "seconds",
         "300",
         "With a process group: how long to wait for ranks that have not begun to load.",
+        cli=False,
     )
 
     def __post_init__(self) -> None:

@@ -64,6 +64,7 @@ class LoadStats:
     exchange: str = "none"
     """gather: ranks read a share each, and had the rest from each other."""
     exchange_reason: str = ""
+    """Why ranks exchanged, or did not; for people."""
     prediction: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What exchange="auto" rested on: its inputs, and the seconds that it expected of each way."""
     received_bytes: int = 0

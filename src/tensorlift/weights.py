@@ -107,11 +107,6 @@ class Weights:
             self._ranks.leave(exc[1])
         self.close()
 
-    def __del__(self) -> None:
-        """The other ranks must not wait for a pass that will never begin."""
-        if getattr(self, "_ranks", None) is not None and self._pass is None:
-            self.close()
-
     @property
     def device(self) -> torch.device:
         """Where the tensors come to."""

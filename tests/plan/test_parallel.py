@@ -10,7 +10,7 @@ from tensorlift import sources
 from tensorlift.bench.cases import Spec, write_holes
 from tensorlift.bench.geometry import MODELS
 from tensorlift.format.checkpoint import Checkpoint
-from tensorlift.plan.parallel import Share, tensor_parallel_share
+from tensorlift.plan.parallel import Portion, tensor_parallel_portion
 
 PAGE = 4096
 
@@ -35,29 +35,29 @@ def holes(folder: Path, *specs: Spec) -> Checkpoint:
     ],
 )
 def test_what_is_cut(tmp_path: Path, name: str, shape: tuple[int, ...], own: int) -> None:
-    share = tensor_parallel_share(holes(tmp_path, Spec(name, "U8", shape)), 4)
+    share = tensor_parallel_portion(holes(tmp_path, Spec(name, "U8", shape)), 4)
     assert share.own == own
     assert own <= share.read <= max(Spec(name, "U8", shape).nbytes, own)
 
 
 def test_columns_are_read_in_pages_and_with_their_gaps(tmp_path: Path) -> None:
     # Rows of 8 pages: a quarter is 2 pages, and a page more where it does not begin on one.
-    wide = tensor_parallel_share(holes(tmp_path / "wide", Spec("o_proj.weight", "U8", (16, 8 * PAGE))), 4)
-    assert wide == Share(16 * 2 * PAGE, 16 * 3 * PAGE)
+    wide = tensor_parallel_portion(holes(tmp_path / "wide", Spec("o_proj.weight", "U8", (16, 8 * PAGE))), 4)
+    assert wide == Portion(16 * 2 * PAGE, 16 * 3 * PAGE)
     # Rows of one page: what lies between is less than that, and is read too.
-    narrow = tensor_parallel_share(holes(tmp_path / "narrow", Spec("o_proj.weight", "U8", (16, PAGE))), 4)
+    narrow = tensor_parallel_portion(holes(tmp_path / "narrow", Spec("o_proj.weight", "U8", (16, PAGE))), 4)
     assert narrow.own == 16 * PAGE // 4
     assert 15 * PAGE < narrow.read <= 16 * PAGE
 
 
 def test_one_rank_reads_all(tmp_path: Path) -> None:
     checkpoint = holes(tmp_path, Spec("q_proj.weight", "BF16", (8, 8)), Spec("o_proj.weight", "BF16", (8, 8)))
-    assert tensor_parallel_share(checkpoint, 1) == Share(256, 256)
+    assert tensor_parallel_portion(checkpoint, 1) == Portion(256, 256)
 
 
 def test_eight_ranks_read_two_fifths_of_qwens_experts(tmp_path: Path) -> None:
     specs = [spec for spec in MODELS["qwen3-30b-a3b"].specs(1) if ".experts." in spec.name]
-    share = tensor_parallel_share(holes(tmp_path, *specs), 8)
+    share = tensor_parallel_portion(holes(tmp_path, *specs), 8)
     total = sum(spec.nbytes for spec in specs)
     assert share.own * 8 == total
     # Rows of down_proj are 1,536 bytes: all of it is read, and an eighth of gate_proj and up_proj.

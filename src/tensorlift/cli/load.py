@@ -100,7 +100,7 @@ def _finish(paths: list[str], device: str, runs: list[LoadStats], as_json: bool)
 
 
 def _parameters() -> Iterator[tuple[str, Any, Any]]:
-    """(name, type, default) of every parameter: the verb's own, then one for each field of LoadOptions."""
+    """(name, type, default) of every parameter: the verb's own, then those of LoadOptions for one process."""
     yield "paths", list[str], typer.Argument(metavar="PATH", help="A file, files, a folder or a Hub id.")
     # Names are written out: typer 0.27 makes one of the metavar where they are not.
     where = typer.Option("cpu", "--device", metavar="DEVICE", help="Where to: cpu, cuda, cuda:1.")
@@ -117,9 +117,9 @@ def _parameters() -> Iterator[tuple[str, Any, Any]]:
     yield "progress", bool | None, bar
     yield "as_json", bool, typer.Option(False, "--json", help="Print JSON.")
     for field in dataclasses.fields(LoadOptions):
-        if field.name == "progress":
-            continue
         meta = field.metadata
+        if field.name == "progress" or not meta["cli"]:
+            continue
         unit = "Bytes, or text such as 64MiB; automatic" if meta["unit"] == "bytes" else "Automatic"
         text = f"{meta['doc']} {unit}: {meta['automatic']}. [{LoadOptions.variable(field.name)}]"
         option = "--" + field.name.replace("_", "-")

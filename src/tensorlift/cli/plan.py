@@ -87,20 +87,20 @@ def _work(checkpoint: Checkpoint, ranks: int, tp: bool) -> Work:
     nbytes = int(checkpoint.sizes.sum())
     if not tp:
         return Work(nbytes, ranks)
-    from tensorlift.plan.parallel import tensor_parallel_share  # numpy only now
+    from tensorlift.plan.parallel import tensor_parallel_portion  # numpy only now
 
-    share = tensor_parallel_share(checkpoint, ranks)
-    return Work(nbytes, ranks, own=share.own, own_read=share.read)
+    portion = tensor_parallel_portion(checkpoint, ranks)
+    return Work(nbytes, ranks, own=portion.own, own_read=portion.read)
 
 
 def _facts(work: Work, rates: Rates) -> dict[str, Any]:
     predictions = predict(work, rates)
     return {
         "work": dataclasses.asdict(work),
-        "rates": {name: {**rates.assumed(), **rates.given()}[name] for name in DEFAULT_RATES},
+        "rates": rates.taken(),
         "assumed": list(rates.assumed()),
         "ways": [
-            {**dataclasses.asdict(one), "exchange": "none" if name == "all" else name}
+            {**dataclasses.asdict(one), "exchange": "gather" if name == "gather" else "none"}
             for name, one in predictions.items()
         ],
         "best": best(predictions).way,

@@ -36,25 +36,24 @@ def choose(given: Sequence[Request], nbytes: int) -> tuple[str, str, dict[str, f
     first = given[0]
     if first.verify:
         return "none", "digests are of tensors that are read whole", {}
-    # Of one rank where others do not know; where nobody does, as if all came from storage.
+    # Of the ranks that know it the one with least; where none does, as if all came from storage.
     known = [request.cached for request in given if request.cached >= 0]
     share = min(known, default=0.0)
     cuda = first.device == "cuda"
     rates = Rates() if cuda else Rates(link=math.inf, peer=_GLOO, network=_GLOO)
     costs = Costs() if cuda and first.temporary else Costs(make_communicator=0, destroy_communicator=0)
-    work = Work(
-        nbytes, len(given), ranks_per_host(given), cached=share, arena=min(r.arena_size for r in given)
-    )
+    per_host, arena = ranks_per_host(given), min(request.arena_size for request in given)
+    work = Work(nbytes, len(given), per_host, cached=share, arena=arena)
     ways = predict(work, rates, costs)
     gather, alone = ways["gather"], ways["all"]
-    taken = {name: rate for name, rate in (rates.assumed() | rates.given()).items() if math.isfinite(rate)}
+    taken = {name: rate for name, rate in rates.taken().items() if math.isfinite(rate)}
     figures = {
         "gather_seconds": gather.seconds,
         "none_seconds": alone.seconds,
         "bytes": float(nbytes),
         "cached": share,
         "cached_known": float(bool(known)),
-        "ranks_per_host": float(ranks_per_host(given)),
+        "ranks_per_host": float(per_host),
         **{f"{name}_rate": rate for name, rate in taken.items()},
     }
     exchange = "gather" if gather.seconds < alone.seconds else "none"

@@ -138,6 +138,11 @@ class Ranks:
         """In a child the load is the parent's still: what the child lets go of is no end of it."""
         return os.getpid() != self._pid
 
+    def __del__(self) -> None:
+        """The other ranks must not wait for a load that nobody will end: a pass that never begins."""
+        if not getattr(self, "_ended", True):
+            self.leave(None)
+
     def _end(self) -> None:
         self._ended = True
         try:

@@ -22,24 +22,24 @@ from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.plan.extents import Extents, merge_extents
 from tensorlift.plan.slices import PAGE, slice_tensor
 
-__all__ = ["COLUMNS", "ROWS", "Share", "tensor_parallel_share"]
+__all__ = ["Portion", "tensor_parallel_portion"]
 
-ROWS = frozenset(
+_ROWS = frozenset(
     ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "embed_tokens", "lm_head")
 )
-COLUMNS = frozenset(("o_proj", "down_proj"))
+_COLUMNS = frozenset(("o_proj", "down_proj"))
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Portion:
     """Bytes of one rank: what it keeps, and what it reads for that."""
 
     own: int
     read: int
 
 
-def tensor_parallel_share(checkpoint: Checkpoint, ranks: int) -> Share:
-    """The share of the first rank, which is never smaller than that of another by more than rounding."""
+def tensor_parallel_portion(checkpoint: Checkpoint, ranks: int) -> Portion:
+    """That of the first rank, which is never smaller than that of another by more than rounding."""
     own = read = 0
     for name, shape, code, start, size in zip(
         checkpoint.names,
@@ -52,19 +52,19 @@ def tensor_parallel_share(checkpoint: Checkpoint, ranks: int) -> Share:
         part = _part(_cut(name), shape, dtypes.ALL[code].bits, start % PAGE, ranks)
         own += size if part is None else part.own
         read += size if part is None else min(part.read, size)
-    return Share(own, read)
+    return Portion(own, read)
 
 
 def _cut(name: str) -> str:
     """rows, columns or nothing."""
     parts = name.split(".")
-    if not COLUMNS.isdisjoint(parts):
+    if not _COLUMNS.isdisjoint(parts):
         return "columns"
-    return "" if ROWS.isdisjoint(parts) else "rows"
+    return "" if _ROWS.isdisjoint(parts) else "rows"
 
 
 @functools.lru_cache(maxsize=4096)
-def _part(cut: str, shape: tuple[int, ...], bits: int, start: int, ranks: int) -> Share | None:
+def _part(cut: str, shape: tuple[int, ...], bits: int, start: int, ranks: int) -> Portion | None:
     """None where a tensor is read whole; experts share shapes, so few are computed."""
     wanted_dims = {"rows": (1, 2), "columns": (2,)}.get(cut, ())
     if ranks == 1 or len(shape) not in wanted_dims or shape[-1] * bits % 8 or 0 in shape:
@@ -79,4 +79,4 @@ def _part(cut: str, shape: tuple[int, ...], bits: int, start: int, ranks: int) -
     first = (blocks.starts + start) // PAGE * PAGE
     last = -(-(blocks.stops + start) // PAGE) * PAGE
     own = int(np.prod(in_bytes, dtype=np.int64)) // in_bytes[dim] * part.stop
-    return Share(own, merge_extents(Extents(first, last)).nbytes)
+    return Portion(own, merge_extents(Extents(first, last)).nbytes)

@@ -2,7 +2,7 @@
 
 The ways
     all     each rank reads every tensor itself (``exchange="none"``)
-    slices  each rank reads only what it keeps, with no exchange (a filter, or parts of tensors)
+    slices  each rank reads only what it keeps, with no exchange (``names=``, ``slices=``)
     gather  each rank reads 1/W of every arena, and an all-gather completes it on all (``exchange="gather"``)
 
 The model
@@ -63,6 +63,10 @@ class Rates:
     def assumed(self) -> dict[str, float]:
         """Those that are not known, with what is taken for them."""
         return {name: rate for name, rate in DEFAULT_RATES.items() if getattr(self, name) is None}
+
+    def taken(self) -> dict[str, float]:
+        """All, by name, in the order of DEFAULT_RATES."""
+        return {**DEFAULT_RATES, **self.given()}
 
 
 DEFAULT_RATES: Mapping[str, float] = {
@@ -182,13 +186,17 @@ def best(predictions: Mapping[str, Prediction]) -> Prediction:
 
 
 def _gather(work: Work) -> _Way:
-    group = min(work.group or work.ranks, work.ranks)
+    group = _ranks_in_group(work)
     share = -(-work.nbytes // group)
     # Rings enter a host once for each group on it, and bring what its members do not have.
     on_host = _ranks_on_host(work)
     members = min(group, on_host)
     into_host = work.nbytes * (1 - members / group) * (on_host / members)
     return _Way("gather", share, work.nbytes - share, into_host, gathers=group > 1)
+
+
+def _ranks_in_group(work: Work) -> int:
+    return min(work.group or work.ranks, work.ranks)
 
 
 def _ranks_on_host(work: Work) -> int:
@@ -200,7 +208,7 @@ def _predicted(way: _Way, work: Work, rates: Rates, costs: Costs) -> Prediction:
     arenas = max(1, -(-landed // work.arena))
     from_storage = _from_storage(way, work)
     uncached, cached = 1 - work.cached, work.cached
-    rate = {**rates.assumed(), **rates.given()}
+    rate = rates.taken()
     # Of the whole load: what each stage would take if all bytes came one way.
     on_host = _ranks_on_host(work)
     stages = {
@@ -229,8 +237,7 @@ def _predicted(way: _Way, work: Work, rates: Rates, costs: Costs) -> Prediction:
 
 def _from_storage(way: _Way, work: Work) -> int:
     if way.name == "gather":
-        group = min(work.group or work.ranks, work.ranks)
-        read_by_all = -(-work.ranks // group) * work.nbytes
+        read_by_all = -(-work.ranks // _ranks_in_group(work)) * work.nbytes
     else:
         read_by_all = work.ranks * way.read
     return round(read_by_all * (1 - work.cached))

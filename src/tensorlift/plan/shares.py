@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from tensorlift.plan.arenas import PAGE, Ints, Layout
 
 __all__ = ["Share", "share_nbytes", "take_share"]
+
+_Bytes = TypeVar("_Bytes", int, Ints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,8 @@ class Share:
         return self.ranks * PAGE
 
 
-def share_nbytes(used: int, ranks: int) -> int:
-    """Bytes of one share of an arena of which ``used`` bytes hold tensors."""
+def share_nbytes(used: _Bytes, ranks: int) -> _Bytes:
+    """Bytes of one share of an arena of which ``used`` bytes hold tensors, or of each of several."""
     return -(-used // (ranks * PAGE)) * PAGE
 
 
@@ -42,7 +45,7 @@ def take_share(layout: Layout, share: Share) -> Layout:
     have that batch. Runs stay in the order of batches.
     """
     exchanged = layout.arena_exchanged[layout.run_arena]
-    width = _shares_of(layout, share)[layout.run_arena]
+    width = share_nbytes(layout.arena_used, share.ranks)[layout.run_arena]
     low, high = layout.run_offset, layout.run_offset + layout.run_nbytes
     begin = np.where(exchanged, np.maximum(low, share.rank * width), low)
     end = np.where(exchanged, np.minimum(high, (share.rank + 1) * width), high)
@@ -62,7 +65,3 @@ def take_share(layout: Layout, share: Share) -> Layout:
         run_batch=batch[rows],
         run_first=layout.run_first[rows],
     )
-
-
-def _shares_of(layout: Layout, share: Share) -> Ints:
-    return -(-layout.arena_used // share.grid) * PAGE

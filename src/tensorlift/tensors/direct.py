@@ -47,11 +47,18 @@ class Direct(Running):
     """Destinations of one device on their way; the tensors must stay as they are until close()."""
 
     def __init__(
-        self, memory: Memory, options: LoadOptions, nbytes: int, trace: Trace | None, *, digest: bool
+        self,
+        memory: Memory,
+        options: LoadOptions,
+        nbytes: int,
+        trace: Trace | None,
+        *,
+        digest: bool,
+        ranks: int = 1,
     ) -> None:
-        """Makes an engine for at most ``nbytes`` bytes; see plan()."""
+        """Makes an engine for at most ``nbytes`` bytes; see plan(). ``ranks``: on this host."""
         self._storages: list[torch.UntypedStorage] = []
-        super().__init__(memory, options, nbytes, trace=trace, digest=digest)
+        super().__init__(memory, options, nbytes, trace=trace, digest=digest, ranks=ranks)
         self._checks: Checks | None = None
         self._nbytes = self._tensors = self._shards = self._ticket = 0
         self._planned: _Planned | None = None

@@ -63,7 +63,7 @@ def fill(
         directs: dict[torch.device, Direct] = {}
         if nbytes is not None:
             with clock.phase("plan"):
-                _make_engines(directs, tensors, nbytes, options, clock, stack)
+                _make_engines(directs, _devices(tensors.values()), nbytes, options, clock, stack)
         checkpoint, rows, expected = ask()
         with clock.phase("plan"), collector_paused():
             found = match(tensors, checkpoint, rows.tolist(), _asked(names, list(tensors)))
@@ -71,13 +71,15 @@ def fill(
                 _check_names(found, checkpoint)
             used = np.sort(np.array([target.row for target in found.targets], np.int64))
             check_expressible(checkpoint, used)
-            _check_others(found)
         others = None if exchange is None else _other_ranks(exchange, found, checkpoint, used, options)
         together = others if others is not None and others.rows.any() else None
         with clock.phase("plan"), collector_paused():
-            if nbytes is None:
-                _make_engines(directs, tensors, int(checkpoint.sizes[used].sum()), options, clock, stack)
+            _check_others(found)
             targets = _by_device(found.direct)
+            if nbytes is None:
+                wanted = int(checkpoint.sizes[used].sum())
+                ranks = 1 if others is None else others.ranks_per_host
+                _make_engines(directs, targets, wanted, options, clock, stack, ranks)
             for device in directs.keys() - targets.keys():
                 directs.pop(device).close()
             for device, direct in directs.items():
@@ -145,18 +147,19 @@ def _check_others(found: Match) -> None:
 
 def _make_engines(
     directs: dict[torch.device, Direct],
-    tensors: dict[str, torch.Tensor],
+    devices: Iterable[torch.device],
     nbytes: int,
     options: LoadOptions,
     clock: Clock,
     stack: contextlib.ExitStack,
+    ranks: int = 1,
 ) -> None:
-    """One for each device that there are tensors on."""
+    """One for each device; ``ranks``: how many divide what the host has."""
     digest = options.verify not in (None, False)
-    for device in {tensor.device for tensor in tensors.values()}:
+    for device in devices:
         if device.type in ("cpu", "cuda"):
             memory = memories.for_device(device)
-            directs[device] = Direct(memory, options, nbytes, clock.trace, digest=digest)
+            directs[device] = Direct(memory, options, nbytes, clock.trace, digest=digest, ranks=ranks)
             stack.callback(directs[device].close)
 
 
@@ -215,8 +218,8 @@ def _check_names(found: Match, checkpoint: Checkpoint) -> None:
     )
 
 
-def _devices(targets: list[Target]) -> list[torch.device]:
-    return list(dict.fromkeys([target.device for target in targets]))
+def _devices(tensors: Iterable[torch.Tensor | Target]) -> list[torch.device]:
+    return list(dict.fromkeys([tensor.device for tensor in tensors]))
 
 
 def _by_device(targets: list[Target]) -> dict[torch.device, list[Target]]:

@@ -22,6 +22,10 @@ __all__ = ["Running", "Tick", "both"]
 
 Tick = Callable[[], object]
 
+# From here on the ring is made while headers are read and tensors laid out: it took 35 ms where each slot was
+# made when it was first wanted, as long as 2 GB take (one H200).
+_WORTH_WARMING = 256 << 20
+
 
 def both(first: Tick | None, second: Tick | None) -> Tick | None:
     """What calls both."""
@@ -33,11 +37,6 @@ def both(first: Tick | None, second: Tick | None) -> Tick | None:
         second()
 
     return tick
-
-
-# From here on the ring is made while headers are read and tensors laid out: it took 35 ms where each slot was
-# made when it was first wanted, as long as 2 GB take (one H200).
-_WORTH_WARMING = 256 << 20
 
 
 class Running:
@@ -81,11 +80,13 @@ class Running:
             files[shard] = self._engine.add_file(checkpoint.shards[shard])
         return files
 
-    def _arrive(self, ticket: int, tick: Tick | None) -> None:
-        """Waits until a ticket is there for work on the caller's stream; raises what stopped the engine."""
+    def _arrive(self, ticket: int, tick: Tick | None, stream: int | None = None) -> None:
+        """Waits until a ticket is there for work on a stream, the caller's where none is given; raises what
+        stopped the engine.
+        """
         self._engine.wait(ticket, tick)
         if self.memory.native_kind != 0:
-            self._engine.stream_wait(self.memory.stream())
+            self._engine.stream_wait(self.memory.stream() if stream is None else stream)
             self.memory.ready()
 
     def report(self) -> EngineReport:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -185,14 +186,17 @@ class Transfer(Running):
     def wait(self, batch: int, tick: Tick | None = None) -> None:
         """Waits until a batch is there for work on the caller's stream; raises what stopped the engine.
 
-        Where digests are expected, all batches up to this one are compared first: DigestError.
+        Where digests are expected, all batches up to this one are compared first: DigestError. With other
+        ranks, what ended the load there comes out here, also where nothing is left to wait for.
         """
         with self.clock.phase("read", batch=batch):
+            if self._exchange is not None:
+                self._exchange.check()
+                tick = both(self._exchange.check, tick)
             while self._checked <= batch:
                 part, own = self._batches[self._checked]
                 if part.checks is not None:
-                    check = None if self._exchange is None else self._exchange.check
-                    self._engine.wait(self._tickets[self._checked], both(check, tick))
+                    self._engine.wait(self._tickets[self._checked], tick)
                     part.checks.check(part.batch_edges[own], part.batch_edges[own + 1])
                 self._checked += 1
             part, own = self._batches[batch]
@@ -201,7 +205,6 @@ class Transfer(Running):
                 while self._gathered <= batch:
                     self._gather(self._exchange, *self._batches[self._gathered], tick)
                     self._gathered += 1
-                tick = both(self._exchange.check, tick)
             self._arrive(self._tickets[batch], tick)
             part.used_on(own, self.memory.stream())
         self._arrived = max(self._arrived, batch + 1)
@@ -215,17 +218,10 @@ class Transfer(Running):
             begun, arena = part.gathered[exchange.issued]
             if self._submitted <= begun:
                 self.submit(begun + 1 - self._submitted)
-
-            def local(stream: int, ticket: int = self._tickets[begun]) -> None:
-                self._engine.wait(ticket, both(exchange.check, tick))
-                if self.memory.native_kind != 0:
-                    self._engine.stream_wait(stream)
-                    self.memory.ready()
-
             held = part.arenas.get(arena)
             if held is None:
                 raise RequestError("the load was closed")
-            exchange.issue(held, local)
+            exchange.issue(held, partial(self._arrive, self._tickets[begun], tick))
         exchange.wait(number, tick)
 
     def finish(self, batch: int) -> None:
