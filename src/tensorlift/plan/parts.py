@@ -135,8 +135,9 @@ def _wanted(checkpoint: Checkpoint, rows: Ints, slices: Slices) -> Iterator[tupl
         selected = np.zeros(len(checkpoint.names), bool)
         selected[rows] = True
         for name, wanted in slices.items():
-            if selected[checkpoint.index(name)]:
-                yield checkpoint.index(name), wanted
+            row = checkpoint.index(name)
+            if selected[row]:
+                yield row, wanted
     elif callable(slices):
         for row in rows.tolist():
             found = slices(checkpoint.names[row], checkpoint.shapes[row])
