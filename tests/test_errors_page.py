@@ -81,7 +81,7 @@ def no_library() -> None:
 
 
 def ranks_apart() -> None:
-    raise errors.RanksError("the load was closed")
+    raise errors.RanksError("an all-gather failed, and no rank has said why: Connection closed by peer")
 
 
 def peer_failed() -> None:

@@ -264,6 +264,18 @@ def test_safe_open_reads_by_itself(even: str) -> None:
         assert found == {name: want[name] for name in found}
 
 
+def outlives(rank: int, path: str) -> None:
+    file = tensorlift.safe_open(path, "pt", process_group="world")
+    file.get_tensor("t00")
+    time.sleep(3 * rank)
+    file.close()
+
+
+def test_closing_a_file_when_the_store_is_gone_is_no_error(even: str) -> None:
+    for outcome in ranks.run(outlives, 2, even, store_on_rank_0=True):
+        assert outcome.error is None, outcome.trace
+
+
 def with_digests(rank: int, path: str) -> Any:
     state = tensorlift.load(path, process_group="world", verify=True)
     with pytest.raises((tensorlift.errors.OptionError, tensorlift.errors.PeerError)):

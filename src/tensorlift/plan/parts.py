@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tensorlift.errors import RequestError
+from tensorlift.errors import RequestError, TensorNotFoundError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import Expected
 from tensorlift.format.dtypes import ALL, Dtype
@@ -135,8 +135,12 @@ def _wanted(checkpoint: Checkpoint, rows: Ints, slices: Slices) -> Iterator[tupl
         selected = np.zeros(len(checkpoint.names), bool)
         selected[rows] = True
         for name, wanted in slices.items():
-            if selected[checkpoint.index(name)]:
-                yield checkpoint.index(name), wanted
+            try:
+                row = checkpoint.index(name)
+            except TensorNotFoundError as error:
+                raise TensorNotFoundError(f"slices: {error}") from None
+            if selected[row]:
+                yield row, wanted
     elif callable(slices):
         for row in rows.tolist():
             found = slices(checkpoint.names[row], checkpoint.shapes[row])

@@ -26,10 +26,10 @@ from tensorlift.tensors.running import Tick, both
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 from tensorlift.tensors.views import check_expressible, collector_paused
 
-__all__ = ["Exchange", "Filled", "fill"]
+__all__ = ["ExchangeOf", "Filled", "fill"]
 
-Exchange = Callable[..., Exchanging]
-"""See distributed.ranks.Ranks.exchange."""
+ExchangeOf = Callable[..., Exchanging]
+"""See distributed.ranks.Ranks.exchange: what asks the other ranks, and returns what comes from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ def fill(
     options: LoadOptions,
     clock: Clock,
     nbytes: int | None = None,
-    exchange: Exchange | None = None,
+    exchange_of: ExchangeOf | None = None,
 ) -> Filled:
     """Fills the tensors of ``model`` from what ``ask()``, which reads headers, says; see loading.load_into.
 
     ``nbytes``: of all that will be asked for, where that is known before: then engines make their rings
-    while headers are read. ``exchange``: what asks the other ranks of the load.
+    while headers are read. ``exchange_of``: what asks the other ranks of the load.
     """
     tensors = tensors_of(model)
     with contextlib.ExitStack() as stack:
@@ -71,7 +71,7 @@ def fill(
                 _check_names(found, checkpoint)
             used = np.sort(np.array([target.row for target in found.targets], np.int64))
             check_expressible(checkpoint, used)
-        others = None if exchange is None else _other_ranks(exchange, found, checkpoint, used, options)
+        others = None if exchange_of is None else _other_ranks(exchange_of, found, checkpoint, used, options)
         together = others if others is not None and others.rows.any() else None
         with clock.phase("plan"), collector_paused():
             _check_others(found)
@@ -118,7 +118,7 @@ def _read_in_place(directs: Iterable[Direct], found: Match, clock: Clock, tick: 
 
 
 def _other_ranks(
-    exchange: Exchange,
+    exchange_of: ExchangeOf,
     found: Match,
     checkpoint: Checkpoint,
     used: npt.NDArray[np.int64],
@@ -128,7 +128,7 @@ def _other_ranks(
     devices = _devices(found.targets) or [torch.device("cpu")]
     memory = memories.for_device(devices[0])
     arena_size = budget_of(options, memory).arena_size
-    others = exchange(checkpoint, used, memory, options, arena_size, several=len(devices) > 1)
+    others = exchange_of(checkpoint, used, memory, options, arena_size, several=len(devices) > 1)
     if others.rows.any():
         found.copied[:0] = found.direct
         found.direct.clear()
