@@ -92,6 +92,9 @@ class Communicator:
                 options._timeout = _FOR_EVER
                 torch.cuda.set_device(self._device)  # of this thread
                 backend = dist.ProcessGroupNCCL(store, members.rank, members.count, options)
+                if hasattr(backend, "eager_connect_single_device"):
+                    # Here, beside the first reads; else the first gather makes it, in the load's own thread.
+                    backend.eager_connect_single_device(self._device)
             else:
                 kind = dist.ProcessGroup.BackendType.GLOO
                 meeting = Meeting(store, self._released, _MEETING)
