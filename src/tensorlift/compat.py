@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,14 @@ from tensorlift.engine.engine import Engine
 from tensorlift.engine.sizing import size_engine
 from tensorlift.engine.small import LARGEST, SmallReads
 from tensorlift.engine.trace import traced
-from tensorlift.errors import FileError, MachineError, OptionError, RequestError, TensorliftError
+from tensorlift.errors import (
+    FileError,
+    MachineError,
+    OptionError,
+    RanksError,
+    RequestError,
+    TensorliftError,
+)
 from tensorlift.format import dtypes
 from tensorlift.loading import LoadedState, load, load_tensors
 from tensorlift.options import LoadOptions
@@ -130,7 +137,9 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         if self._small is not None:
             self._small.close()
         if self._ranks is not None:
-            self._ranks.through()
+            # The store may have gone with a rank that was through before: no failure of anything here.
+            with suppress(RanksError):
+                self._ranks.through()
 
     def keys(self) -> list[str]:
         """Names of the tensors, sorted."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tensorlift.errors import RequestError
+from tensorlift.errors import RequestError, TensorNotFoundError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import Expected
 from tensorlift.format.dtypes import ALL, Dtype
@@ -135,7 +135,10 @@ def _wanted(checkpoint: Checkpoint, rows: Ints, slices: Slices) -> Iterator[tupl
         selected = np.zeros(len(checkpoint.names), bool)
         selected[rows] = True
         for name, wanted in slices.items():
-            row = checkpoint.index(name)
+            try:
+                row = checkpoint.index(name)
+            except TensorNotFoundError as error:
+                raise TensorNotFoundError(f"slices: {error}") from None
             if selected[row]:
                 yield row, wanted
     elif callable(slices):
