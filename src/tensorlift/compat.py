@@ -72,12 +72,16 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         **options: Any,
     ) -> None:
         """Reads and checks the headers."""
-        if framework not in _FRAMEWORKS:
-            raise OptionError(
-                f"framework is {framework!r}; expected one of {', '.join(_FRAMEWORKS)}, for torch "
-                "(for another framework convert them, or use safetensors itself)"
-            )
-        self._ranks, self._options = join(process_group, lambda: LoadOptions.resolve(**options))
+
+        def resolve() -> LoadOptions:
+            if framework not in _FRAMEWORKS:
+                raise OptionError(
+                    f"framework is {framework!r}; expected one of {', '.join(_FRAMEWORKS)}, for torch "
+                    "(for another framework convert them, or use safetensors itself)"
+                )
+            return LoadOptions.resolve(**options)
+
+        self._ranks, self._options = join(process_group, resolve, at_random=True)
         with self._telling(all_of_it=True):
             self._memory = memories.for_device(device, private=self._options.own != "tensor")
             self._checkpoint = read_headers(sources.find(filename), Clock(), self._ranks)
@@ -85,8 +89,6 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
             self._expected = sources.expected_digests(self._checkpoint, rows, self._options, whole=True)
             if self._expected is not None:
                 check_built()
-        if self._ranks is not None:
-            self._ranks.free = True
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._files: dict[int, int] = {}

@@ -103,9 +103,14 @@ class Weights:
 
     def __exit__(self, *exc: Any) -> None:
         """Closes."""
-        if self._ranks is not None and exc[1] is not None:
-            self._ranks.leave(exc[1])
-        self.close()
+        ranks = self._ranks
+        if ranks is not None and exc[1] is not None:
+            ranks.leave(exc[1])
+        self._end()
+        if ranks is not None:
+            # Where nothing was raised and there was nothing more to take, that is as good as a loop's end.
+            ranks.complete |= ranks.taken
+            ranks.__exit__(None, None, None)
 
     @property
     def device(self) -> torch.device:
@@ -174,6 +179,12 @@ class Weights:
 
     def close(self) -> None:
         """Ends the pass: stops reads and waits for them, gives memory back. Tensors handed out stay."""
+        self._end()
+        if self._ranks is not None:
+            self._ranks.leave(None)
+
+    def _end(self) -> None:
+        """Ends what is this rank's alone."""
         self._closed = True
         if self._pass is not None:
             # Another thread may be inside the generator; closing the transfer makes its wait fail.
@@ -186,8 +197,6 @@ class Weights:
             with contextlib.suppress(ValueError):
                 generator.close()
         self._ending.close()
-        if self._ranks is not None:
-            self._ranks.leave(None)
 
 
 class _Pass:
@@ -217,6 +226,8 @@ class _Pass:
                     tensors.reverse()
                     for name in transfer.names(batch):
                         self.seconds += time.perf_counter() - begin
+                        if self._ranks is not None:
+                            self._ranks.taken = batch + 1 == transfer.batch_count and len(tensors) == 1
                         yield name, tensors.pop()
                         begin = time.perf_counter()
                         self.thread = threading.get_ident()

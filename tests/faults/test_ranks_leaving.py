@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import tensorlift
 from support import ranks
@@ -90,3 +91,69 @@ def test_a_rank_that_has_all_its_bytes_learns_of_a_failure(even: str) -> None:
     first, second = ranks.values(nothing_to_wait_for, 2, even)
     assert second == 1
     assert first < 32
+
+
+def at_the_end(rank: int, path: str, how: str) -> list[Any]:
+    """Rank 1 goes no further than its last tensor."""
+    options: dict[str, Any] = {"process_group": "world", "exchange": "gather", "arena_size": 64 * KIB}
+    count, said = 0, ""
+    try:
+        if how == "with":
+            with tensorlift.open(path, **options) as weights:
+                for _ in weights:
+                    count += 1
+                    if rank == 1 and count == 32:
+                        break
+        else:
+            weights = tensorlift.open(path, **options)
+            for _ in weights:
+                count += 1
+                if rank == 1 and count == 32:
+                    break
+            del weights
+    except tensorlift.errors.PeerError as error:
+        said = str(error)
+    return [count, said]
+
+
+def test_a_loop_that_ends_at_its_last_tensor(even: str) -> None:
+    """In a with statement that is as good as its end; without one nobody can know."""
+    assert ranks.values(at_the_end, 2, even, "with") == [[32, ""]] * 2
+    first, second = ranks.values(at_the_end, 2, even, "without")
+    assert second == [32, ""]
+    assert "let the loop end by itself" in first[1]
+
+
+def waits_inside(rank: int, path: str) -> str:
+    """Rank 1 stops within the statement, and waits there for the others, who wait for its tensors."""
+    own = dist.new_group()
+    options: dict[str, Any] = {"process_group": "world", "exchange": "gather", "arena_size": 64 * KIB}
+    try:
+        with tensorlift.open(path, **options) as weights:
+            for count, _ in enumerate(weights):
+                if rank == 1 and count == 3:
+                    break
+            if rank == 1:
+                dist.barrier(own)
+    except tensorlift.errors.PeerError as error:
+        dist.barrier(own)
+        return str(error)
+    return ""
+
+
+def test_others_learn_of_a_stop_before_the_with_statement_is_left(even: str) -> None:
+    assert ranks.values(waits_inside, 2, even) == ["rank 1 stopped before it had taken all tensors", ""]
+
+
+def random_and_not(rank: int, path: str) -> str:
+    with pytest.raises(tensorlift.errors.DisagreementError) as raised:
+        if rank == 0:
+            tensorlift.safe_open(path, "pt", process_group="world")
+        else:
+            tensorlift.load(path, process_group="world")
+    return str(raised.value)
+
+
+def test_safe_open_and_load_do_not_go_together(even: str) -> None:
+    for said in ranks.values(random_and_not, 2, even):
+        assert said.startswith("rank 0 called safe_open, and rank 1 load, open or load_into")

@@ -20,6 +20,7 @@ __all__ = [
     "File",
     "Request",
     "Schedule",
+    "agree_on_call",
     "agree_on_files",
     "files_of",
     "pack",
@@ -97,6 +98,16 @@ def _digest(shard: Shard) -> str:
     ):
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
+
+
+def agree_on_call(at_random: Sequence[bool], name: Name) -> None:
+    """Raises DisagreementError where some ranks read at random, whom the others would wait for for ever."""
+    if len(set(at_random)) > 1:
+        one, other = at_random.index(True), at_random.index(False)
+        raise DisagreementError(
+            f"{name(one)} called safe_open, and {name(other)} load, open or load_into: every rank of a group "
+            "has to call the same function, in the same order"
+        )
 
 
 def agree_on_files(given: Sequence[Sequence[File]], name: Name) -> None:

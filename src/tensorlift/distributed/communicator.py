@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tensorlift.distributed.members import Members
-from tensorlift.errors import DeviceError
+from tensorlift.errors import DeviceError, RanksError
 
 __all__ = ["Communicator"]
 
@@ -39,7 +39,10 @@ class Communicator:
             self._made.set()
             return
         if device.type == "cuda" and not dist.is_nccl_available():
-            raise DeviceError("process_group='world' on a CUDA device needs NCCL, which this torch lacks")
+            raise DeviceError(
+                "process_group='world' on a CUDA device needs NCCL, which this torch lacks; use a torch that "
+                "was built with it, or exchange='none'"
+            )
         threading.Thread(target=self._make, name="tensorlift-communicator", daemon=True).start()
 
     def wait_until_made(self, check: Callable[[], None]) -> None:
@@ -58,10 +61,17 @@ class Communicator:
         """
         # torch 2.13 renamed what is below all_gather_into_tensor, and warns of the name that it had.
         group = self._group
+        if group is None:
+            raise RanksError("the load was closed")
+        from torch._C._distributed_c10d import AllgatherOptions  # a torch may be without
+
+        # Not by the limit of a caller's group, for a consumer may take any time.
+        options = AllgatherOptions()
+        options.timeout = _FOR_EVER
         gather = group.all_gather_single if hasattr(group, "all_gather_single") else group._allgather_base
         # No step of Python between the two: a signal's handler that raises there would lose what was issued,
         # and the first collective of a group waits for the other ranks.
-        work.extend(map(gather, (whole,), (share,)))
+        work.extend(map(gather, (whole,), (share,), (options,)))
 
     def release(self, *, broken: bool) -> None:
         """Ends a temporary group; ``broken``: its collectives may never end by themselves."""

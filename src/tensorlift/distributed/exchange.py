@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -66,6 +67,8 @@ class Exchange:
         self._board, self._communicator, self._memory = board, communicator, memory
         self._used: list[int] = []
         self._pending: dict[int, _Pending] = {}
+        # A gather is counted and issued as one: end() may come from another thread.
+        self._issuing = threading.RLock()
         cuda = memory.device.type == "cuda"
         self._side = torch.cuda.Stream(memory.device) if cuda else None  # type: ignore[no-untyped-call]
         self.bytes_received = 0
@@ -100,10 +103,11 @@ class Exchange:
             local(stream)
             width = share_nbytes(self._used[number], self.share.ranks)
             whole = bytes_of(arena, self._memory, width * self.share.ranks)
-            # There before it is counted: a signal's handler may raise anywhere.
-            self._pending[number] = pending = _Pending(whole, [])
-            self._board.counted(width)
-            self._gather(pending, width)
+            with self._issuing:
+                # There before it is counted: a signal's handler may raise anywhere.
+                self._pending[number] = pending = _Pending(whole, [])
+                self._board.counted(width)
+                self._gather(pending, width)
         self.bytes_received += len(whole) - width
 
     def wait(self, number: int, tick: Callable[[], object] | None) -> None:
@@ -113,6 +117,7 @@ class Exchange:
         """
         pending = self._pending.get(number)
         if pending is None:
+            self.check()  # it may be another thread that has ended all
             return
         pause = _SHORTEST
         while not pending.over:
@@ -125,7 +130,9 @@ class Exchange:
             pending.work[0].wait()
         except RuntimeError as error:
             self._explain(error)
-        del self._pending[number]
+        # A rank that failed takes part with whatever bytes it has, but not before all have been told.
+        self.check()
+        self._pending.pop(number, None)
 
     def end(self) -> None:
         """Has the gathers that were issued anywhere come to an end, where the load stopped before its own.
@@ -135,13 +142,28 @@ class Exchange:
         """
         if self._communicator is None:
             return
-        widths = self._board.agreed() if self._board.failed else []
-        broken = widths is None
+        broken = self._board.failed and not self._take_part()
+        # Where a rank is gone they may never end.
+        deadline = time.monotonic() + (0 if broken else self._board.peer_timeout)
+        for pending in list(self._pending.values()):
+            while not pending.over and time.monotonic() < deadline:
+                time.sleep(_LONGEST)
+            broken |= not pending.over
+        # What is still under way keeps its memory by itself.
+        self._pending.clear()
+        self._communicator.release(broken=broken)
+
+    def _take_part(self) -> bool:
+        """In the gathers that others have counted and this rank has not issued; whether all will end."""
+        widths = self._board.agreed()
+        # The thread that takes tensors, where that is another, may be at the last one that it counted.
+        if widths is None or not self._issuing.acquire(timeout=self._board.peer_timeout):
+            return False
         try:
-            if widths:
+            if widths and self._communicator is not None:
                 # Others have it, then so will this rank; it may be in the middle of making it.
                 self._communicator.wait_until_made(_within(self._board.peer_timeout))
-            for number, width in enumerate(widths or ()):
+            for number, width in enumerate(widths):
                 pending = self._pending.get(number)
                 if number < self._board.issued and (pending is None or pending.work):
                     continue
@@ -151,16 +173,10 @@ class Exchange:
                 with self._on_side():
                     self._gather(pending, width)
         except (RuntimeError, MemoryError):
-            broken = True
-        # Where a rank is gone they may never end.
-        deadline = time.monotonic() + (0 if broken else self._board.peer_timeout)
-        for pending in self._pending.values():
-            while not pending.over and time.monotonic() < deadline:
-                time.sleep(_LONGEST)
-            broken |= not pending.over
-        # What is still under way keeps its memory by itself.
-        self._pending.clear()
-        self._communicator.release(broken=broken)
+            return False
+        finally:
+            self._issuing.release()
+        return True
 
     def _gather(self, pending: _Pending, width: int) -> None:
         begin = self.share.rank * width

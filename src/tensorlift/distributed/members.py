@@ -99,12 +99,17 @@ def members_of(process_group: object, *, alone: bool) -> Members | None:
         )
     if group.size() == 1 and alone:
         return None
+    try:
+        world_ranks = tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        raise RequestError(
+            "process_group: torch.distributed does not know this group; it was destroyed, or not made by "
+            "init_process_group() or new_group()"
+        ) from None
     with _counting:
         number = _loads.get(group, 0)
         _loads[group] = number + 1
-    return Members(
-        group, group is not process_group, group.rank(), tuple(dist.get_process_group_ranks(group)), number
-    )
+    return Members(group, group is not process_group, group.rank(), world_ranks, number)
 
 
 def _check_alone() -> None:

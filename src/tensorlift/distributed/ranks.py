@@ -6,11 +6,11 @@ import atexit
 import contextlib
 import dataclasses
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from tensorlift.distributed.agreement import (
     File,
     Request,
     Schedule,
+    agree_on_call,
     agree_on_files,
     files_of,
     pack,
@@ -43,12 +44,16 @@ __all__ = ["Ranks", "join"]
 
 # As the settings page gives them.
 PEER_TIMEOUT, JOIN_TIMEOUT = 10.0, 300.0
+_GRACE = 1.0  # seconds for the reason of an iteration's early end to come
 
 
-def join(process_group: object, resolve: Callable[[], LoadOptions]) -> tuple[Ranks | None, LoadOptions]:
+def join(
+    process_group: object, resolve: Callable[[], LoadOptions], *, at_random: bool = False
+) -> tuple[Ranks | None, LoadOptions]:
     """The ranks of a load and its options, which ``resolve()`` gives; None for this process alone.
 
-    The first thing that a load does: whatever fails from here on, the other ranks learn of.
+    The first thing that a load does: whatever fails from here on, the other ranks learn of. ``at_random``:
+    tensors will be asked for in any order, so that a rank may be through at any time.
     """
     failed: Exception | None = None
     try:
@@ -56,7 +61,7 @@ def join(process_group: object, resolve: Callable[[], LoadOptions]) -> tuple[Ran
     except Exception as error:  # noqa: BLE001 - raised again below
         settings, failed = LoadOptions(), error
     members = members_of(process_group, alone=settings.exchange != "gather")
-    ranks = None if members is None else Ranks(members, settings)
+    ranks = None if members is None else Ranks(members, settings, at_random)
     if failed is not None:
         if ranks is not None:
             ranks.leave(failed)
@@ -69,8 +74,11 @@ class Ranks:
     not ``complete``; one that was waits for them, and raises PeerError if one of them fails.
     """
 
-    def __init__(self, members: Members, settings: LoadOptions) -> None:
-        """Says that this rank is there."""
+    def __init__(self, members: Members, settings: LoadOptions, at_random: bool = False) -> None:
+        """Says that this rank is there; ``at_random``: see join()."""
+        self._ended = True  # until there is something to end
+        self._ending = threading.RLock()
+        self._at_random = at_random
         self._board = Board(
             members, settings.peer_timeout or PEER_TIMEOUT, settings.join_timeout or JOIN_TIMEOUT
         )
@@ -79,12 +87,14 @@ class Ranks:
         self._exchange: Exchange | None = None
         self._communicator: Communicator | None = None
         self.schedule: Schedule | None = None
-        self.complete = self._ended = False
+        self.complete = False
+        self.taken = False
+        """The last tensor was handed out, and whoever got it has not come back yet."""
         self.held = False
         """Somebody else will say why an iteration ended early."""
-        self.free = False
-        """Nobody waits for this rank: the end of its process is no end of the load."""
         self.seconds_agreeing = 0.0
+        self._telling: threading.Timer | None = None
+        self._ended = False
         _open.add(self)
 
     def __enter__(self) -> Ranks:
@@ -94,11 +104,19 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends this rank's part."""
-        if self._forked:
+        """Ends this rank's part, once."""
+        if self._ended or self._forked:
             return
         if self.held and isinstance(error, GeneratorExit):
+            # What leaves the with statement says why. Where nothing does, because this rank waits inside it
+            # for others that wait for its tensors, they are told all the same.
+            failure = self._left()
+            self._telling = threading.Timer(_GRACE, lambda: self._board.fail(failure))
+            self._telling.daemon = True
+            self._telling.start()
             return
+        if self._telling is not None:
+            self._telling.cancel()
         if error is not None or not self.complete:
             self.leave(error)
             return
@@ -107,49 +125,70 @@ class Ranks:
         except BaseException as failed:
             self.leave(failed)
             raise
-        self._end()
+        self._end(_nothing)
+
+    def __del__(self) -> None:
+        """The other ranks must not wait for a load that nobody holds, or whose end was interrupted."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Ends this rank's part where nobody else will, however that may be."""
+        if not self._ended:
+            with contextlib.suppress(Exception):
+                self.through() if self._at_random else self.leave(None)
 
     def leave(self, error: BaseException | None) -> None:
         """Ends this rank's part before its time; the others raise PeerError with the reason."""
-        if self._ended or self._forked:
+        if self._ended:
             return
-        rank = self.members.rank
-        kind: Literal["left", "error"]
-        if error is None or isinstance(error, GeneratorExit):
-            kind, why = "left", "stopped before it had taken all tensors"
-        else:
-            kind, why = "error", f"failed: {_said(error)}"
-        world_rank, text = self.members.world_ranks[rank], f"{self.members.name(rank)} {why}"
-        try:
-            self._board.fail(Failure(world_rank, kind, text))
-        finally:
-            self._end()
+        failure = self._left()
+        if error is not None and not isinstance(error, GeneratorExit):
+            who = self.members.name(self.members.rank)
+            failure = Failure(failure.rank, "error", f"{who} failed: {_said(error)}")
+        self._end(lambda: self._board.fail(failure))
+
+    def _left(self) -> Failure:
+        who, number = self.members.name(self.members.rank), self.members.world_ranks[self.members.rank]
+        if not self.taken:
+            return Failure(number, "left", f"{who} stopped before it had taken all tensors")
+        text = f"{who} got its last tensor, but did not go on to the end of the iteration, where ranks wait"
+        return Failure(number, "left", f"{text} for each other: let the loop end by itself")
 
     def through(self) -> None:
         """Ends this rank's part without waiting for the others."""
-        if not self._ended and not self._forked:
-            try:
-                self._board.through()
-            finally:
-                self._end()
+        self._end(self._board.through)
 
     @property
     def _forked(self) -> bool:
         """In a child the load is the parent's still: what the child lets go of is no end of it."""
         return os.getpid() != self._pid
 
-    def __del__(self) -> None:
-        """The other ranks must not wait for a load that nobody will end: a pass that never begins."""
-        if not getattr(self, "_ended", True):
-            self.leave(None)
+    def _end(self, say: Callable[[], None]) -> None:
+        """Says something to the others and ends this rank's part: once, whichever thread comes first.
 
-    def _end(self) -> None:
-        self._ended = True
-        try:
-            if self._exchange is not None:
-                self._exchange.end()
-        finally:
-            self._board.close()
+        Other threads wait until that is done: whoever returns may use the caller's group.
+        """
+        if self._forked:
+            return
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = True
+            if self._telling is not None:
+                self._telling.cancel()
+            try:
+                say()
+            except Exception:
+                self._board.close()
+                raise
+            except BaseException:
+                self._ended = False  # interrupted: the next one says it
+                raise
+            try:
+                if self._exchange is not None:
+                    self._exchange.end()
+            finally:
+                self._board.close()
 
     def check(self) -> None:
         """Raises what ended the load on another rank."""
@@ -166,11 +205,13 @@ class Ranks:
         ours = files_of(checkpoint)
 
         def decide(given: list[bytes]) -> bytes:
-            agree_on_files([msgspec.json.decode(part, type=list[File]) for part in given], self.members.name)
+            said = [msgspec.json.decode(part, type=tuple[bool, list[File]]) for part in given]
+            agree_on_call([at_random for at_random, _ in said], self.members.name)
+            agree_on_files([files for _, files in said], self.members.name)
             return given[0]
 
-        answer = self._board.agree("files", msgspec.json.encode(ours), decide, first=True)
-        theirs = msgspec.json.decode(answer, type=list[File])
+        answer = self._board.agree("files", msgspec.json.encode((self._at_random, ours)), decide, first=True)
+        _, theirs = msgspec.json.decode(answer, type=tuple[bool, list[File]])
         self.seconds_agreeing += time.perf_counter() - begin
         if ours == theirs:
             return checkpoint
@@ -224,6 +265,12 @@ class Ranks:
             schedule = schedule_of(requests, sizes, self.members.name, policy.choose, per_host)
             return msgspec.msgpack.encode(schedule)
 
+        if not self.members.temporary:
+            # Another rank may have the answer, and begin, before this one: if this one ends meanwhile, it
+            # takes part all the same, so that the caller's group can be used again.
+            nothing = Schedule("none", "", 0, b"", {}, 1)
+            given = Communicator(self.members, memory.device)
+            self._exchange = Exchange(self._board, given, memory, whole[:0], nothing)
         answer = self._board.agree("work", msgspec.msgpack.encode(request), decide)
         self.schedule = schedule = msgspec.msgpack.decode(answer, type=Schedule)
         if schedule.exchange == "gather":
@@ -250,6 +297,10 @@ class Ranks:
         )
 
 
+def _nothing() -> None:
+    """Is said where all are through."""
+
+
 def _said(error: BaseException) -> str:
     name = type(error).__name__
     try:
@@ -266,4 +317,4 @@ _open: weakref.WeakSet[Ranks] = weakref.WeakSet()
 def _at_exit() -> None:
     for ranks in list(_open):
         with contextlib.suppress(Exception):
-            ranks.through() if ranks.free else ranks.leave(None)
+            ranks.drop()
