@@ -146,11 +146,9 @@ def test_others_learn_of_a_stop_before_the_with_statement_is_left(even: str) -> 
 
 
 def random_and_not(rank: int, path: str) -> str:
+    call = tensorlift.load if rank else lambda path, **options: tensorlift.safe_open(path, "pt", **options)
     with pytest.raises(tensorlift.errors.DisagreementError) as raised:
-        if rank == 0:
-            tensorlift.safe_open(path, "pt", process_group="world")
-        else:
-            tensorlift.load(path, process_group="world")
+        call(path, process_group="world")
     return str(raised.value)
 
 
