@@ -34,8 +34,8 @@ from tensorlift.format import dtypes
 from tensorlift.loading import LoadedState, load, load_tensors
 from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
+from tensorlift.plan.indexing import slice_tensor
 from tensorlift.plan.pieces import merge_pieces, new_pieces
-from tensorlift.plan.slices import slice_tensor
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.transfer import Clock, Transfer
 from tensorlift.tensors.views import Single, sliced

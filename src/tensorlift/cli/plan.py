@@ -87,7 +87,7 @@ def _work(checkpoint: Checkpoint, ranks: int, tp: bool) -> Work:
     nbytes = int(checkpoint.sizes.sum())
     if not tp:
         return Work(nbytes, ranks)
-    from tensorlift.plan.parallel import tensor_parallel_portion  # numpy only now
+    from tensorlift.plan.tensor_parallel import tensor_parallel_portion  # numpy only now
 
     portion = tensor_parallel_portion(checkpoint, ranks)
     return Work(nbytes, ranks, own=portion.own, own_read=portion.read)

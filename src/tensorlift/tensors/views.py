@@ -23,7 +23,7 @@ from tensorlift.errors import DtypeError
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.quoting import clean, quote
-from tensorlift.plan.slices import Slice
+from tensorlift.plan.indexing import Slice
 from tensorlift.tensors.memory import Arena, Memory
 
 __all__ = [

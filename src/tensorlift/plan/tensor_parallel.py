@@ -20,7 +20,7 @@ import numpy as np
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.plan.extents import Extents, merge_extents
-from tensorlift.plan.slices import PAGE, slice_tensor
+from tensorlift.plan.indexing import PAGE, slice_tensor
 
 __all__ = ["Portion", "tensor_parallel_portion"]
 

@@ -10,7 +10,7 @@ from tensorlift import sources
 from tensorlift.bench.cases import Spec, write_holes
 from tensorlift.bench.geometry import MODELS
 from tensorlift.format.checkpoint import Checkpoint
-from tensorlift.plan.parallel import Portion, tensor_parallel_portion
+from tensorlift.plan.tensor_parallel import Portion, tensor_parallel_portion
 
 PAGE = 4096
 

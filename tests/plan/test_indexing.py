@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tensorlift.plan.slices import PAGE, Slice, slice_tensor
+from tensorlift.plan.indexing import PAGE, Slice, slice_tensor
 
 
 def rebuilt(raw: np.ndarray, item: int, part: Slice) -> np.ndarray:  # type: ignore[type-arg]
