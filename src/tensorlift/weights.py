@@ -175,6 +175,9 @@ class Weights:
         generator = self._pass.run(settings)
         # Weakly, and the generator does not know this object: a consumer that drops it ends the pass at once.
         self._generator = weakref.ref(generator)
+        if self._ranks is not None:
+            # One that was never advanced ends without a word, and the other ranks must not wait for it.
+            weakref.finalize(generator, _dropped, self._ranks, self._ending).atexit = False
         return generator
 
     def close(self) -> None:
@@ -197,6 +200,12 @@ class Weights:
             with contextlib.suppress(ValueError):
                 generator.close()
         self._ending.close()
+
+
+def _dropped(ranks: Ranks, ending: contextlib.ExitStack) -> None:
+    """An iterator is gone, and no other can be had."""
+    if not ranks.held:
+        ending.close()
 
 
 class _Pass:

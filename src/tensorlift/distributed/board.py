@@ -36,14 +36,15 @@ class Board:
         """Says that this rank is there."""
         self.peer_timeout, self._join_timeout = peer_timeout, join_timeout
         self._deadline = time.monotonic() + join_timeout
+        self._done = False
         self.members, self._watch = members, Watch(members, peer_timeout)
         try:
             while not self._watch.ask(self._join):
                 self._watch.close()
                 self.members = self.members.skipping()
                 self._watch = Watch(self.members, peer_timeout)
-        except BaseException:
-            self._watch.close()
+        except BaseException as error:
+            self._watch.give_up(error)
             raise
 
     def _join(self, store: Any) -> bool:
@@ -141,7 +142,9 @@ class Board:
 
     def end(self) -> None:
         """Waits until every rank is through; raises what ended the load elsewhere."""
-        self._watch.ask(partial(_done, count=self.members.count))
+        if not self._done:
+            self._done = True
+            self._watch.ask(partial(_done, count=self.members.count))
         self._wait("all done")
 
     def through(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tensorlift.distributed.members import Members
+from tensorlift.engine import abi
 from tensorlift.errors import DeviceError, RanksError
 
 __all__ = ["Communicator"]
@@ -29,7 +31,7 @@ class Communicator:
 
     def __init__(self, members: Members, device: torch.device) -> None:
         """Begins to make the group, in a thread: ranks need not come to it at the same time."""
-        self._members, self._device = members, device
+        self._members, self._device, self._pid = members, device, os.getpid()
         self._group: Any = None if members.temporary else members.group
         self._failed: BaseException | None = None
         self.seconds_made = self.seconds_destroyed = 0.0
@@ -44,6 +46,11 @@ class Communicator:
                 "was built with it, or exchange='none'"
             )
         threading.Thread(target=self._make, name="tensorlift-communicator", daemon=True).start()
+
+    def __del__(self) -> None:
+        """In the child of a fork a group must not end: it would wait for threads that only the parent has."""
+        if self._pid != os.getpid() and self._group is not None:
+            abi.keep_for_ever(self._group)
 
     def wait_until_made(self, check: Callable[[], None]) -> None:
         """Returns when there is a group; ``check`` is called meanwhile, and may raise."""

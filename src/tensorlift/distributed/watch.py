@@ -8,11 +8,13 @@ own host by their ids, and after those that follow it on another host by the sig
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -68,8 +70,12 @@ class Watch:
         self._busy: float | None = None
         self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tensorlift-ranks", daemon=True)
-        self._thread.start()
         _all.add(self)
+        try:
+            self._thread.start()  # waits for it, and may be interrupted
+        except BaseException as error:
+            self.give_up(error)
+            raise
 
     def ask(self, what: Callable[[Any], T]) -> T:
         """``what(store)``; raises the end of the load where the store does not answer."""
@@ -95,6 +101,16 @@ class Watch:
                 self.lost(f"no answer for {self._limit:g} seconds")
         if self.failure is not None:
             raise self.failure.error()
+
+    def give_up(self, error: BaseException) -> None:
+        """Tells the others why this rank does not come after all, and ends the thread."""
+        rank = self.members.rank
+        text = f"{self.members.name(rank)} failed: {type(error).__name__}"
+        failure = Failure(self.members.world_ranks[rank], "error", text)
+        if self._thread.is_alive():
+            with contextlib.suppress(RanksError):
+                self.ask(partial(self.post, failure=failure))
+        self.close()
 
     def close(self) -> None:
         """Ends the thread, which is not waited for."""
@@ -298,4 +314,5 @@ def _at_exit() -> None:
     for watch in watches:
         watch.close()
     for watch in watches:
-        watch.join(1.0)
+        with contextlib.suppress(RuntimeError):  # it was never started
+            watch.join(1.0)
