@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import Expected
 from tensorlift.options import LoadOptions
@@ -73,6 +74,7 @@ class Prefetch:
         self._handed = 0
         self._ready: dict[str, torch.Tensor] = {}
         self._files: set[int] = set()
+        self._closed = False
         self._transfer = Transfer(
             memory,
             settings,
@@ -104,6 +106,8 @@ class Prefetch:
     def take(self, name: str) -> torch.Tensor:
         """The tensor, once: it is the caller's. Raises what reading raises."""
         with self._lock:
+            if self._closed:
+                raise RequestError("the load was closed")
             if name not in self._ready:
                 if name not in self._batch_of:
                     self._lay_out()
@@ -118,9 +122,12 @@ class Prefetch:
 
     def close(self) -> None:
         """Stops reading and waits for what is under way. Tensors that were taken stay."""
+        self._closed = True
         # First, without the lock: a take() of another thread that waits ends with an error by this.
         self._transfer.close()
         with self._lock:
+            # Once more, for what that thread allocated meanwhile.
+            self._transfer.close()
             self._ready.clear()
 
     def stats(self) -> LoadStats:
