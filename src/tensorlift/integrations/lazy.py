@@ -158,9 +158,7 @@ class Session:
             self._report(sum(one.bytes_done() for one in loads), sum(one.nbytes for one in loads))
 
 
-def _read_headers(
-    files: Sequence[str | os.PathLike[str]], weight_map: dict[str, str] | None
-) -> Checkpoint:
+def _read_headers(files: Sequence[str | os.PathLike[str]], weight_map: dict[str, str] | None) -> Checkpoint:
     found = sources.find(list(files))
     try:
         return sources.read_headers(found)

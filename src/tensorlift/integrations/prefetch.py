@@ -1,13 +1,13 @@
-"""Tensors of a checkpoint for a consumer that says in advance which it will take, and takes them about in that
-order.
+"""Tensors of a checkpoint for a consumer that says in advance which it will take, and takes them about in
+that order.
 
     want(row, part, stays)   the consumer will take this tensor, or this part of it
     take(name)               the tensor; waits for it
 
 What was wanted goes to the engine in groups, the first after a little, so that it reads while the consumer
-still says what else it wants. Two kinds are kept apart, each in arenas of its own: tensors that *stay* are the
-consumer's for good (they become parameters), so they are read without a bound; those that *pass* are dropped
-once something was made of them (another dtype, a stack of experts), so only ``buffer_size`` bytes of them are
+still says what else it wants. Two kinds are kept apart, each in arenas of its own: tensors that *stay* are
+the consumer's for good (they become parameters), so they are read without a bound; those that *pass* are
+dropped once something was made of them (another dtype, a stack of experts), so only ``buffer_size`` bytes of them are
 read ahead. In one arena, a tensor that stays would hold back all that passed beside it.
 
 A bound cannot block: what is asked for is read even if the window is full of tensors that nobody has taken.

@@ -12,8 +12,8 @@ is inside, each of which asks whether the load is one of ours and else calls the
 
     PreTrainedModel._load_pretrained_model   begins and ends a load of ours (lazy.Session)
     modeling_utils.safe_open                 gives lazy tensors in place of safetensors' own
-    core_model_loading.spawn_materialize     says which tensors are wanted, where, as what dtype and part; they
-                                             are taken on the caller's own thread then, not by a pool's
+    core_model_loading.spawn_materialize     says which tensors are wanted, where, as what dtype and part;
+                                             they are taken on the caller's own thread then, not by a pool's
     modeling_utils.caching_allocator_warmup  would reserve the model's memory a second time
 
 Whether a load is ours is a context variable: other threads' loads, and those of tasks that do not inherit the
@@ -49,7 +49,7 @@ __all__ = ["PROVEN", "Loads", "fast_loading", "from_pretrained"]
 PROVEN = "5.19"
 """The version of transformers that this was shown with."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tensorlift")
 _swaps = Swaps()
 _told: set[str] = set()
 # What several ranks that load together need: here each reads what it wants of the files, or its shard.
@@ -89,7 +89,7 @@ def fast_loading(**options: object) -> Iterator[Loads]:
 
     Only for the thread (or task) that is inside: others load as ever. May be nested, the innermost counts. A
     checkpoint that is not safetensors is a CheckpointError before anything is read; a ``state_dict`` that the
-    caller gives is none of our business. Raises RequestError where transformers lacks what has to be replaced.
+    caller gives is none of our business. Raises RequestError where transformers lacks what is replaced.
     """
     with _entered(_Scope(_settings(options), None)) as scope:
         yield scope.loads
@@ -157,14 +157,18 @@ def _entered(scope: _Scope) -> Iterator[_Scope]:
             _scope.reset(token)
 
 
+def _version() -> str:
+    return str(importlib.import_module("transformers").__version__)
+
+
 def _check_version() -> None:
-    found = str(importlib.import_module("transformers").__version__)
+    found = _version()
     if found.startswith(f"{PROVEN}.") or found in _told:
         return
     _told.add(found)
     _log.warning(
-        "tensorlift was shown with transformers %s, and this is %s: trying it. If loading fails, load without "
-        "tensorlift, or install transformers %s",
+        "tensorlift was shown with transformers %s, and this is %s: trying it. If loading fails, load "
+        "without tensorlift, or install transformers %s",
         PROVEN,
         found,
         PROVEN,
@@ -184,10 +188,9 @@ def _find() -> list[Swap]:
         if holder is not None and name in vars(holder):
             found.append(Swap(holder, name, make))
         elif needed:
-            version = importlib.import_module("transformers").__version__
             raise RequestError(
-                f"transformers {version} has no {name} where tensorlift replaces it; load without tensorlift, "
-                f"or install transformers {PROVEN}"
+                f"transformers {_version()} has no {name} where tensorlift replaces it; load without "
+                f"tensorlift, or install transformers {PROVEN}"
             )
     return found
 
@@ -306,7 +309,7 @@ def _planning(plain: Callable[..., Any]) -> Callable[..., Any]:
 
         tensor.place(device)
         tensor.plan(device, dtype, None if sharding_op is None else shard, passes=tensor_idx is not None)
-        # Without a pool it is called when its turn comes: on the caller's thread and stream, and in one order.
+        # Without a pool it is called when its turn comes: on the caller's thread and stream, in one order.
         return plain(None, tensor, device, dtype, sharding_op, tensor_idx, **kwargs)
 
     return spawn
