@@ -48,8 +48,7 @@ def loaded(rank: int, folder: str, kind: str, dtype: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["llama", "experts"])
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", "bfloat16"), ("experts", "float32")])
 def test_each_rank_reads_its_shard(kind: str, dtype: str, tmp_path: Path) -> None:
     folder = models.saved(kind, tmp_path, shards=True, dtype=torch.bfloat16)
     for found in ranks.values(loaded, 2, str(folder), kind, dtype, seconds=100):

@@ -7,8 +7,8 @@ that order.
 What was wanted goes to the engine in groups, the first after a little, so that it reads while the consumer
 still says what else it wants. Two kinds are kept apart, each in arenas of its own: tensors that *stay* are
 the consumer's for good (they become parameters), so they are read without a bound; those that *pass* are
-dropped once something was made of them (another dtype, a stack of experts), so only ``buffer_size`` bytes of them are
-read ahead. In one arena, a tensor that stays would hold back all that passed beside it.
+dropped once something was made of them (another dtype, a stack of experts), so only ``buffer_size`` bytes of
+them are read ahead. In one arena, a tensor that stays would hold back all that passed beside it.
 
 A bound cannot block: what is asked for is read even if the window is full of tensors that nobody has taken.
 """

@@ -48,7 +48,7 @@ _STRETCH, _OTHER = b"\1" * SMALL_STRETCH, b"\0"  # of booleans that say which ar
 
 
 class Wanted(NamedTuple):
-    """Tensors to place, in the order of hand-out: arrays of one element a tensor; starts are offsets in files.
+    """Tensors to place, in order of hand-out: arrays of one element a tensor; starts are offsets in a file.
 
     Any order is right; in file order runs are the longest.
     """
