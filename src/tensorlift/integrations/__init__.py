@@ -1,0 +1,1 @@
+"""Load formats for inference engines: thin modules over `loading`, each imported by its engine alone."""

@@ -1,0 +1,33 @@
+"""Engines change: which version a load format was shown with, and what to say about another."""
+
+from __future__ import annotations
+
+import logging
+
+from tensorlift.integrations.settings import LOAD_FORMAT
+
+__all__ = ["check_version"]
+
+_told: set[tuple[str, str]] = set()
+
+
+def check_version(engine: str, found: str, proven: str, log: logging.Logger) -> bool:
+    """Whether the engine has the proven version; if not, that is said once a process, and it is tried.
+
+    What follows "+" is the build (``0.32.0+cpu``), which changes no interface.
+    """
+    if found.partition("+")[0] == proven:
+        return True
+    if (engine, found) not in _told:
+        _told.add((engine, found))
+        log.warning(
+            "load format %s was shown with %s %s, and this is %s: trying it. If loading fails, leave "
+            "--load-format out, or install %s %s",
+            LOAD_FORMAT,
+            engine,
+            proven,
+            found,
+            engine,
+            proven,
+        )
+    return False
