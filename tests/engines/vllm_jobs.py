@@ -10,7 +10,8 @@ all of a tiny model's start:
                   without a forward) or "reload" (generate, load ``reload`` in place, generate)
     tp, more      ranks, and further arguments of vllm.LLM
 
-RESULTS has an object for each: what was asked for or ``error``, and ``log``, the lines of our own logger.
+RESULTS has an object for each: what was asked for or ``error``, ``log``, the lines of our own logger, and
+``load_seconds`` of each load, measured around vLLM's own loader, whichever that is.
 """
 
 from __future__ import annotations
@@ -159,11 +160,22 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
+    # Before a handler is added: vLLM sets its logging up when it is imported.
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    loads: list[float] = []
+    original = DefaultModelLoader.load_weights
+
+    def timed(self: Any, *arguments: Any) -> None:
+        begin = time.perf_counter()
+        original(self, *arguments)
+        loads.append(time.perf_counter() - begin)
 
     kept = Lines()
     for name in ("vllm", "tensorlift"):
         logging.getLogger(name).addHandler(kept)
+    DefaultModelLoader.load_weights = timed
     try:
         with environment(job.get("environ", {})):
             begin = time.perf_counter()
@@ -174,10 +186,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 result = {"error": f"{type(error).__name__}: {error}"}
             result["seconds"] = time.perf_counter() - begin
     finally:
+        DefaultModelLoader.load_weights = original
         for name in ("vllm", "tensorlift"):
             logging.getLogger(name).removeHandler(kept)
     gc.collect()
     cleanup_dist_env_and_memory()
+    if loads:  # elsewhere where workers are processes of their own
+        result["load_seconds"] = loads
     return result | {"log": kept.lines}
 
 
