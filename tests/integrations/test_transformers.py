@@ -30,7 +30,7 @@ from tensorlift.errors import (
     TensorliftError,
     TruncatedError,
 )
-from tensorlift.integrations import lazy
+from tensorlift.integrations import lazy, versions
 from tensorlift.integrations import transformers as ours
 from tensorlift.integrations.prefetch import Prefetch
 from tensorlift.integrations.transformers import fast_loading, from_pretrained
@@ -374,7 +374,7 @@ def test_another_version_is_said_once_and_tried(
 ) -> None:
     folder = models.saved("tied", tmp_path)
     monkeypatch.setattr(ours, "_version", lambda: "6.1.0")
-    monkeypatch.setattr(ours, "_told", set())
+    monkeypatch.setattr(versions, "_told", set())
     with caplog.at_level(logging.WARNING, "tensorlift"):
         for _ in range(2):
             from_pretrained(models.auto("tied"), folder)

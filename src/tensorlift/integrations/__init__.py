@@ -1,1 +1,1 @@
-"""Load formats for inference engines: thin modules over `loading`, each imported by its engine alone."""
+"""Load formats for inference engines, and transformers: each is imported by whoever has that package."""

@@ -40,18 +40,19 @@ from tensorlift.format.listing import SUFFIX
 from tensorlift.format.quoting import clean
 from tensorlift.integrations.lazy import LazyTensor, Session
 from tensorlift.integrations.swaps import Swap, Swaps
+from tensorlift.integrations.versions import check_version
+from tensorlift.integrations.weights import summary
 from tensorlift.options import LoadOptions
-from tensorlift.stats import LoadStats, human_bytes, merged, timed
+from tensorlift.stats import LoadStats, merged, timed
 from tensorlift.tensors import devices
 
 __all__ = ["PROVEN", "Loads", "fast_loading", "from_pretrained"]
 
-PROVEN = "5.19"
+PROVEN = "5.19.0"
 """The version of transformers that this was shown with."""
 
 _log = logging.getLogger("tensorlift")
 _swaps = Swaps()
-_told: set[str] = set()
 # What several ranks that load together need: here each reads what it wants of the files, or its shard.
 _NOT_HERE = ("exchange", "join_timeout", "peer_timeout")
 
@@ -148,7 +149,7 @@ def _has_accelerate() -> bool:
 
 @contextlib.contextmanager
 def _entered(scope: _Scope) -> Iterator[_Scope]:
-    _check_version()
+    check_version("transformers", _version(), PROVEN, _log, "tensorlift", "load without tensorlift")
     with _swaps.made(_find):
         token = _scope.set(scope)
         try:
@@ -159,20 +160,6 @@ def _entered(scope: _Scope) -> Iterator[_Scope]:
 
 def _version() -> str:
     return str(importlib.import_module("transformers").__version__)
-
-
-def _check_version() -> None:
-    found = _version()
-    if found.startswith(f"{PROVEN}.") or found in _told:
-        return
-    _told.add(found)
-    _log.warning(
-        "tensorlift was shown with transformers %s, and this is %s: trying it. If loading fails, load "
-        "without tensorlift, or install transformers %s",
-        PROVEN,
-        found,
-        PROVEN,
-    )
 
 
 def _find() -> list[Swap]:
@@ -234,12 +221,7 @@ def _loading(plain: Callable[..., Any]) -> Callable[..., Any]:
         stats = timed(session.stats(), time.perf_counter() - begin)
         scope.loads.each.append(stats)
         model.tensorlift_stats = stats
-        _log.info(
-            "%s in %d tensors for transformers in %.3f s",
-            human_bytes(stats.bytes),
-            stats.tensors,
-            stats.seconds["total"],
-        )
+        _log.info("transformers: %s", summary(stats))
         return result
 
     return load
