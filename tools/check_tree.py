@@ -21,7 +21,7 @@ CODE = (".py", ".c", ".cpp", ".h", ".hpp")
 # Where the listed module may be imported: prefixes inside the package.
 RESTRICTED = {
     "ctypes": ("engine/abi.py",),
-    "torch": ("tensors/", "distributed/", "loading.py", "weights.py", "compat.py"),
+    "torch": ("tensors/", "distributed/", "loading.py", "weights.py", "compat.py", "integrations/"),
 }
 # Where it may be imported inside a function: only when it is needed.
 LATE = {"torch": ("cli/", "bench/")}

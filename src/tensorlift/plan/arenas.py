@@ -48,7 +48,10 @@ _STRETCH, _OTHER = b"\1" * SMALL_STRETCH, b"\0"  # of booleans that say which ar
 
 
 class Wanted(NamedTuple):
-    """Tensors to place, in file order: arrays of one element a tensor; starts are offsets in its file."""
+    """Tensors to place, in order of hand-out: arrays of one element a tensor; starts are offsets in a file.
+
+    Any order is right; in file order runs are the longest.
+    """
 
     files: npt.NDArray[np.int32]
     starts: Ints
@@ -183,7 +186,8 @@ def _place(body: Wanted, rules: Rules, capacity: int) -> _Placed:
     ends = starts + sizes
     apart = np.ones(len(starts), bool)
     apart[1:] = starts[1:] != ends[:-1]
-    if files[0] != files[-1]:
+    # As bytes, which keeps the GIL. First and last alone would not do: tensors may come in any order.
+    if files.tobytes() != files[:1].tobytes() * len(files):
         apart[1:] |= files[1:] != files[:-1]
     if alone is not None:
         apart[1:] |= alone[1:] | alone[:-1]

@@ -69,6 +69,7 @@ class Running:
             keep=bool(options.keep_pinned),
         )
         self._trace = trace
+        self._known: dict[bytes, int] = {}
         self._report = EngineReport()
         # For the end alone. Reentrant: a collection of garbage that comes under it may close as well.
         self._ending = threading.RLock()
@@ -76,8 +77,12 @@ class Running:
     def _add_files(self, checkpoint: Checkpoint, used: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Names the shards in ``used``; the engine's index of a file by the shard's (-1: not named)."""
         files = np.full(len(checkpoint.shards), -1, np.int32)
-        for shard in np.flatnonzero(np.bincount(used)).tolist():
-            files[shard] = self._engine.add_file(checkpoint.shards[shard])
+        for number in np.flatnonzero(np.bincount(used)).tolist():
+            shard = checkpoint.shards[number]
+            # One file may have tensors in several parts of a load.
+            if shard.absolute not in self._known:
+                self._known[shard.absolute] = self._engine.add_file(shard)
+            files[number] = self._known[shard.absolute]
         return files
 
     def _arrive(self, ticket: int, tick: Tick | None, stream: int | None = None) -> None:

@@ -123,11 +123,18 @@ class Transfer(Running):
         return transfer
 
     def add(
-        self, checkpoint: Checkpoint, rows: npt.NDArray[np.int64], expected: Expected | None = None
+        self,
+        checkpoint: Checkpoint,
+        rows: npt.NDArray[np.int64],
+        expected: Expected | None = None,
+        rules: Rules | None = None,
     ) -> int:
-        """Lays out ``rows`` as batches after those that are there; how many. Takes no memory yet."""
+        """Lays out ``rows`` as batches after those that are there; how many. Takes no memory yet.
+
+        ``rules``: others than those of the transfer.
+        """
         with self.clock.phase("plan"), collector_paused():
-            part = Part(checkpoint, rows, self._rules, self._exchange)
+            part = Part(checkpoint, rows, self._rules if rules is None else rules, self._exchange)
             part.files = self._add_files(checkpoint, part.table.files)
             if expected is not None:
                 part.checks = Checks(self._engine, checkpoint, rows, expected, self._pieces)

@@ -130,7 +130,9 @@ class Table:
     def __init__(self, checkpoint: Checkpoint, rows: Ints) -> None:
         """Raises DtypeError for a wanted tensor that the running torch cannot express."""
         check_expressible(checkpoint, rows)
-        every = len(rows) == len(checkpoint.names)
+        # In file order, that is. A comparison of lists keeps the GIL.
+        count = len(checkpoint.names)
+        every = len(rows) == count and rows.tolist() == list(range(count))
         wanted = [] if every else rows.tolist()
         self.names: list[str] = checkpoint.names if every else [checkpoint.names[row] for row in wanted]
         shapes = checkpoint.shapes if every else [checkpoint.shapes[row] for row in wanted]
