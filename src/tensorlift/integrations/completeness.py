@@ -81,7 +81,7 @@ class Coverage:
                 place = (data.data_ptr(), data.numel())
                 if place not in seen:  # else it is tied, and known under another name
                     seen.add(place)
-                    marks = [_Marked(label, view) for label, view in _parts(own, module, data)]
+                    marks = [_Marked(label, view) for label, view in _parts(own, module, parameter, data)]
                     self._marked[name] = (data.data_ptr(), marks)
 
     def end(self) -> None:
@@ -118,25 +118,48 @@ def _memory_of(parameter: Any) -> torch.Tensor | None:
     return None if size == 1 and data.numel() < _MARKS else data.as_subclass(torch.Tensor)
 
 
-def _parts(own: str, module: torch.nn.Module, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _parts(
+    own: str, module: torch.nn.Module, parameter: torch.Tensor, data: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
     """What of a parameter comes from tensors of its own, as (label, view with the marks last)."""
-    sizes = getattr(module, "output_partition_sizes", None)
     if data.dim() == 0:
         yield "", data.reshape(1)
-    elif data.dim() >= 3 and _experts(module) == data.shape[0]:
+        return
+    if data.dim() >= 3 and _experts(module) == data.shape[0]:
         # w13 holds two tensors of each expert.
         halves = 2 if "w13" in own and data.shape[1] % 2 == 0 else 1
         rows = data.shape[1] // halves
         for half in range(halves):
             which = f", half {half + 1}" if halves > 1 else ""
-            yield f" (local expert {{}}{which})", _column(data.narrow(1, half * rows, rows), 1)
-    elif isinstance(sizes, (list, tuple)) and len(sizes) > 1 and sum(sizes) == data.shape[0] and all(sizes):
-        begin = 0
-        for place, size in enumerate(sizes):
-            yield f" (part {place + 1} of {len(sizes)})", _column(data.narrow(0, begin, size), 0)
-            begin += size
-    else:
-        yield "", _column(data, 0)
+            yield f" (local expert {{}}{which})", _line(data.narrow(1, half * rows, rows), 1, 0)
+        return
+    # Engines of this family say so where several tensors make one parameter, and along which dimension.
+    dim = getattr(parameter, "output_dim", 0)
+    dim = dim if isinstance(dim, int) and 0 <= dim < data.dim() else 0
+    sizes = _shares(getattr(module, "output_partition_sizes", None), data.shape[dim])
+    if sizes is None:
+        yield "", _line(data, dim)
+        return
+    begin = 0
+    for place, size in enumerate(sizes):
+        yield f" (part {place + 1} of {len(sizes)})", _line(data.narrow(dim, begin, size), dim)
+        begin += size
+
+
+def _shares(sizes: object, length: int) -> list[int] | None:
+    """How ``length`` is divided among the tensors of a fused parameter; None where it is not, or unclear.
+
+    Packed weights and scales of blocks have fewer elements than the layer has outputs, in proportion.
+    """
+    if not isinstance(sizes, (list, tuple)) or len(sizes) < 2 or not all(sizes):
+        return None
+    if length == len(sizes):
+        return [1] * length  # one scale for each
+    total = sum(sizes)
+    if any(size * length % total for size in sizes):
+        return None
+    shares = [size * length // total for size in sizes]
+    return shares if all(shares) else None
 
 
 def _experts(module: torch.nn.Module) -> int | None:
@@ -146,15 +169,18 @@ def _experts(module: torch.nn.Module) -> int | None:
     return None
 
 
-def _column(data: torch.Tensor, dim: int) -> torch.Tensor:
-    """A few elements that lie evenly along ``dim``, at the beginning of all later dimensions.
+def _line(data: torch.Tensor, dim: int, keep: int | None = None) -> torch.Tensor:
+    """A few elements that lie evenly along ``dim``, at the beginning of all others but ``keep``.
 
     The beginning, for where memory is padded, that comes last.
     """
-    for later in range(data.dim() - 1, dim, -1):
-        data = data.select(later, 0)
-    length = data.shape[dim]
-    return data[(slice(None),) * dim + (slice(0, length, -(-length // _MARKS)),)]
+    step = -(-data.shape[dim] // _MARKS)
+    return data[
+        tuple(
+            slice(None, None, step) if at == dim else slice(None) if at == keep else 0
+            for at in range(data.dim())
+        )
+    ]
 
 
 def _fetched(flags: list[torch.Tensor]) -> list[list[bool]]:

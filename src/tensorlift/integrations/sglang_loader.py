@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import glob
 import itertools
 import logging
 import os
@@ -17,14 +18,14 @@ from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 from sglang.srt.runtime_context import get_device, get_exec
 from sglang.srt.utils.common import BAR_FORMAT
 
-from tensorlift import sources
 from tensorlift.errors import CheckpointError, OptionError
+from tensorlift.format.listing import SUFFIX
 from tensorlift.integrations import completeness
 from tensorlift.integrations.bars import byte_bar
 from tensorlift.integrations.devices import check_device
 from tensorlift.integrations.settings import LOAD_FORMAT
 from tensorlift.integrations.sglang import ENGINE, settings_of, tell_version
-from tensorlift.integrations.weights import Delivery, iterate, rank, world
+from tensorlift.integrations.weights import Delivery, check_files, iterate, other_weights, rank, world
 
 __all__ = ["TensorliftModelLoader", "may_be_missing"]
 
@@ -164,9 +165,12 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
                 source.allow_patterns_overrides,
             )
         except RuntimeError as error:
-            if os.path.isdir(source.model_or_path) and source.allow_patterns_overrides is None:
-                # Says which shard is missing, or what is there instead of safetensors files.
-                sources.find(source.model_or_path)
+            # It has found nothing, or not all that the index lists; what it passed over says why.
+            folder = source.model_or_path
+            if not glob.glob(os.path.join(glob.escape(folder), f"*{SUFFIX}")) and (
+                others := other_weights(folder)
+            ):
+                check_files(others)
             raise CheckpointError(f"load format {LOAD_FORMAT!r}: {error}") from error
         if source.model_config is not None:
             files = maybe_add_mtp_safetensors(files, folder, _INDEX, source.model_config.hf_config)

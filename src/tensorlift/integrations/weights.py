@@ -23,9 +23,10 @@ from tensorlift.progress import Report
 from tensorlift.stats import LoadStats, human_bytes
 from tensorlift.weights import Weights
 
-__all__ = ["Delivery", "check_files", "iterate", "rank", "summary", "world"]
+__all__ = ["Delivery", "check_files", "iterate", "other_weights", "rank", "summary", "world"]
 
 _SHOWN = 5
+_OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth", ".tensors")
 
 
 @dataclasses.dataclass
@@ -58,6 +59,15 @@ def world() -> str | None:
     """The group of all ranks, made for one load; None where this process is the only one."""
     there = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return "world" if there else None
+
+
+def other_weights(folder: str) -> list[str]:
+    """Files of a folder that hold weights in another format, for a message that names them."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return []
+    return [os.path.join(folder, name) for name in names if name.lower().endswith(_OTHERS)]
 
 
 def check_files(files: Sequence[str | os.PathLike[str]]) -> list[str]:

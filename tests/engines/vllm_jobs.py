@@ -1,0 +1,190 @@
+"""Runs vLLM in its own environment: ``python vllm_jobs.py JOBS.json RESULTS.json``; no test itself.
+
+JOBS is a list of objects, run one after the other in this process, for an import of vLLM takes longer than
+all of a tiny model's start:
+
+    model         folder of the checkpoint
+    load_format   and ``extra``, the extra configuration (null: none is given)
+    environ       variables to set while this job runs
+    do            "generate" (greedy tokens and log probabilities), "state" (parameters after vLLM's loader,
+                  without a forward) or "reload" (generate, load ``reload`` in place, generate)
+    tp, more      ranks, and further arguments of vllm.LLM
+
+RESULTS has an object for each: what was asked for or ``error``, and ``log``, the lines of our own logger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+PROMPTS = ["hello world the", "the quick brown fox jumps"]
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def generated(llm: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=5, prompt_logprobs=5, ignore_eos=True)
+    results = []
+    for output in llm.generate(PROMPTS, sampling, use_tqdm=False):
+        prefill = [_logprobs(step) for step in output.prompt_logprobs]
+        (choice,) = output.outputs
+        results.append(
+            {
+                "tokens": list(choice.token_ids),
+                "prefill": prefill,
+                "decode": [_logprobs(step) for step in choice.logprobs],
+            }
+        )
+    return results
+
+
+def _logprobs(step: Any) -> dict[str, float]:
+    return {str(token): value.logprob for token, value in sorted((step or {}).items())}
+
+
+def _state(model: Any) -> dict[str, str]:
+    import torch
+
+    return {
+        name: hashlib.sha256(
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def state(job: dict[str, Any]) -> dict[str, Any]:
+    """Parameters as the loader leaves them, before anything is done to them for a kernel."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = EngineArgs(**_arguments(job)).create_engine_config()
+    rank, ranks = job.get("rank", 0), job.get("tp", 1)
+    with set_current_vllm_config(config):
+        init_distributed_environment(ranks, rank, job.get("store", "env://"), 0, backend="gloo")
+        initialize_model_parallel(ranks, 1)
+        with set_default_torch_dtype(config.model_config.dtype):
+            model = initialize_model(vllm_config=config)
+            get_model_loader(config.load_config).load_weights(model, config.model_config)
+    return {"state": _state(model)}
+
+
+def _arguments(job: dict[str, Any]) -> dict[str, Any]:
+    arguments = {
+        "model": job["model"],
+        "load_format": job["load_format"],
+        "dtype": "bfloat16",
+        "max_model_len": 128,
+        "enforce_eager": True,
+        "tensor_parallel_size": job.get("tp", 1),
+        "disable_log_stats": True,
+        "seed": 0,
+        **job.get("more", {}),
+    }
+    if job.get("extra") is not None:
+        arguments["model_loader_extra_config"] = job["extra"]
+    return arguments
+
+
+def serve(job: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM
+
+    begin, before = time.perf_counter(), resident()
+    llm = LLM(**_arguments(job))
+    try:
+        result: dict[str, Any] = {
+            "ready_seconds": time.perf_counter() - begin,
+            "memory": resident() - before,
+            "kv_tokens": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+            * llm.llm_engine.vllm_config.cache_config.block_size,
+            "outputs": generated(llm),
+        }
+        if job["do"] == "reload":
+            try:
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": job["reload"]})
+            except Exception as error:
+                result["reload_error"] = f"{type(error).__name__}: {error}"
+            result["reloaded"] = generated(llm)
+        return result
+    finally:
+        with contextlib.suppress(Exception):
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    kept = Lines()
+    for name in ("vllm", "tensorlift"):
+        logging.getLogger(name).addHandler(kept)
+    try:
+        with environment(job.get("environ", {})):
+            begin = time.perf_counter()
+            try:
+                result = (state if job["do"] == "state" else serve)(job)
+            except BaseException as error:
+                traceback.print_exc()
+                result = {"error": f"{type(error).__name__}: {error}"}
+            result["seconds"] = time.perf_counter() - begin
+    finally:
+        for name in ("vllm", "tensorlift"):
+            logging.getLogger(name).removeHandler(kept)
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return result | {"log": [line for line in kept.lines if "tensorlift" in line or "took" in line]}
+
+
+def main() -> None:
+    with open(sys.argv[1]) as file:
+        jobs = json.load(file)
+    results = []
+    for job in jobs:
+        results.append(run(job))
+        with open(sys.argv[2], "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
