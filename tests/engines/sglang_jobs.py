@@ -1,20 +1,30 @@
-"""Runs inside an environment that has SGLang: one rank, one model runner, several loads, without a server.
+"""Runs in SGLang's own environment: ``python sglang_jobs.py RANK RANKS PORT < JOBS > RESULTS``; no test itself.
 
-    python sglang_program.py RANK RANKS PORT < cases.json > results.json
+JOBS is a list of objects, run one after the other by one model runner in this process, for an import of SGLang
+takes longer than all of a tiny model's start:
 
-Each case is loaded by the loader that SGLang chooses for it, put into the same runner, and asked for tokens.
-What a case gives: greedy tokens, log probabilities of each step, a digest of each parameter, the log, or the error.
+    model        folder of the checkpoint
+    load_format  and ``extra``, the extra configuration
+    environ      the variables TENSORLIFT_... while this job runs
+    do           "generate", "state" (parameters alone, for what a CPU cannot run; in a fresh model), or
+                 "reload" (what /update_weights_from_disk calls, then generate)
+
+RESULTS has an object for each: ``tokens`` (greedy), ``logprobs`` (of prefill and of each step), ``state``
+(digests of parameters), ``log`` (of our logger), ``error``.
 """
 
 from __future__ import annotations
 
 import array
+import copy
 import hashlib
 import io
 import json
 import logging
 import os
 import sys
+import time
+from typing import Any
 
 ARGUMENTS = [
     "--device",
@@ -25,51 +35,43 @@ ARGUMENTS = [
     "2048",
     "--mem-fraction-static",
     "0.3",
+    "--skip-server-warmup",
     "--attention-backend",
     "torch_native",
     "--disable-overlap-schedule",
-    "--skip-server-warmup",
-    "--load-format",
 ]
 PROMPT = "hello world the quick"
 STEPS = 8
 
 
-def runner_of(path, load_format, rank, ranks, port):
-    """A model runner whose first load is by ``load_format``; the arguments are parsed as the server's are."""
+def runner_of(model: str, rank: int, ranks: int, port: int) -> tuple[Any, Any]:
+    """A model runner and the tokenizer; what arguments say is worked out as in the server."""
     from sglang.benchmark import one_batch
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
     load_plugins()
-    arguments = [*ARGUMENTS, load_format, "--tp", str(ranks), "--model-path", path]
-    server_args = prepare_server_args(arguments)
-    if ranks > 1:
-        # Of several ranks each is started on its own here: they meet at the same place.
-        server_args.__dict__.setdefault("_", None)
+    server_args = prepare_server_args([*ARGUMENTS, "--tp", str(ranks), "--model-path", model])
     server_args.resolve_once()
     place = spawn_world_rank(server_args, tp_rank=rank, pp_rank=0)
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=place, gpu_id=rank))
     one_batch._init_process_global_configs()
     ports = PortArgs.init_new(server_args)
-    ports.nccl_port = port
+    ports.nccl_port = port  # ranks are started apart, and meet there
     runner, tokenizer = one_batch.load_model(server_args, ports, rank, rank)
     return runner.torch_runner, tokenizer
 
 
-def answer(runner, tokenizer):
+def answer(runner: Any, tokenizer: Any) -> tuple[list[int], list[list[float]]]:
     """Greedy tokens, and the log probabilities of prefill and of each decoding step."""
     import torch
     from sglang.benchmark import one_batch
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    ids = tokenizer.encode(PROMPT)
-    settings = SamplingParams(temperature=0, max_new_tokens=STEPS)
-    request = Req(
-        rid=0, origin_input_text=PROMPT, origin_input_ids=array.array("q", ids), sampling_params=settings
-    )
+    ids = array.array("q", tokenizer.encode(PROMPT))
+    request = Req(0, PROMPT, ids, SamplingParams(temperature=0, max_new_tokens=STEPS))
     request.full_untruncated_fill_ids = request.origin_input_ids
     request.logprob_start_len = -1
     request.extend_end = len(ids)
@@ -84,8 +86,8 @@ def answer(runner, tokenizer):
     return chosen, [torch.log_softmax(step.float(), -1)[0].tolist() for step in steps]
 
 
-def digests(model):
-    """Of the bytes of each parameter."""
+def state_of(model: Any) -> dict[str, str]:
+    """A digest of the bytes of each parameter and buffer."""
     import torch
 
     found = {}
@@ -95,58 +97,69 @@ def digests(model):
     return found
 
 
-def load(runner, case):
-    """The model of a case, loaded as a start does it."""
-    import copy
-
+def load(model_config: Any, job: dict[str, Any], rank: int) -> Any:
+    """A model, loaded as a start does it."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import get_model_loader
 
-    model_config = copy.copy(runner.model_config)
-    model_config.model_path = case["path"]
-    config = LoadConfig(
-        load_format=case["format"], model_loader_extra_config=case.get("extra", {}), tp_rank=case["rank"]
-    )
+    model_config = copy.copy(model_config)
+    model_config.model_path = job["model"]
+    extra = job.get("extra") or {}
+    config = LoadConfig(load_format=job["load_format"], model_loader_extra_config=extra, tp_rank=rank)
     loader = get_model_loader(config, model_config)
-    return loader.load_model(model_config=model_config, device_config=DeviceConfig("cpu", 0))
+    model = loader.load_model(model_config=model_config, device_config=DeviceConfig("cpu", 0))
+    assert loader.counter_after_loading_weights > loader.counter_before_loading_weights > 0
+    return model
 
 
-def run(runner, tokenizer, case, log):
-    """What a case gives."""
-    from sglang.srt.arg_groups.overrides import resolving_view  # noqa: F401 - as early as in the server
+def run(runner: Any, tokenizer: Any, job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What one job gives."""
+    from sglang.srt.configs.model_config import ModelConfig
 
-    for name in [name for name in os.environ if name.startswith("TENSORLIFT_")]:
-        del os.environ[name]
-    os.environ.update(case.get("environment", {}))
-    log.seek(0)
-    log.truncate()
-    result = {}
-    try:
-        if case.get("reload"):
-            result["reload"] = runner.weight_updater.update_weights_from_disk(case["path"], case["format"])
-        else:
-            runner.model = load(runner, case)
-        result["digests"] = digests(runner.model)
-        result["tokens"], result["logprobs"] = answer(runner, tokenizer)
-    except Exception as error:  # told, whatever it is
-        result["error"] = f"{type(error).__name__}: {error}"
-    result["log"] = log.getvalue()
+    result: dict[str, Any] = {}
+    if job["do"] == "reload":
+        updater = runner.weight_updater
+        result["reload"] = updater.update_weights_from_disk(job["model"], job["load_format"])
+    else:
+        own = job["do"] == "state"
+        config = ModelConfig(job["model"], dtype="bfloat16") if own else runner.model_config
+        begin = time.perf_counter()
+        model = load(config, job, rank)
+        result["seconds"] = time.perf_counter() - begin
+        result["state"] = state_of(model)
+        if own:
+            return result
+        runner.model = model
+    result["tokens"], result["logprobs"] = answer(runner, tokenizer)
     return result
 
 
-def main():
+def main() -> None:
+    """Of one rank."""
     rank, ranks, port = map(int, sys.argv[1:4])
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # SGLang prints where it likes
-    cases = json.load(sys.stdin)
-    runner, tokenizer = runner_of(cases[0]["path"], cases[0]["format"], rank, ranks, port)
+    jobs = json.load(sys.stdin)
+    runner, tokenizer = runner_of(jobs[0]["model"], rank, ranks, port)
     log = io.StringIO()
     logging.getLogger("tensorlift").addHandler(logging.StreamHandler(log))
     logging.getLogger("tensorlift").setLevel(logging.INFO)
-    json.dump([run(runner, tokenizer, {**case, "rank": rank}, log) for case in cases], out)
+    results = []
+    for job in jobs:
+        for name in [name for name in os.environ if name.startswith("TENSORLIFT_")]:
+            del os.environ[name]
+        os.environ.update(job.get("environ", {}))
+        log.seek(0)
+        log.truncate()
+        try:
+            result = run(runner, tokenizer, job, rank)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test is to see it
+            result = {"error": f"{type(error).__name__}: {error}"}
+        results.append({**result, "log": log.getvalue()})
+    json.dump(results, out)
     out.flush()
-    os._exit(0)  # without SGLang's threads
+    os._exit(0)  # SGLang's threads would keep the process
 
 
 if __name__ == "__main__":
