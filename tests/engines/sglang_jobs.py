@@ -1,12 +1,13 @@
-"""Runs in SGLang's own environment: ``python sglang_jobs.py RANK RANKS PORT < JOBS > RESULTS``; no test itself.
+"""Runs in SGLang's own environment: ``python sglang_jobs.py RANK RANKS PORT < JOBS > RESULTS``; no test.
 
-JOBS is a list of objects, run one after the other by one model runner in this process, for an import of SGLang
-takes longer than all of a tiny model's start:
+JOBS is a list of objects, run one after the other by one model runner in this process, for an import of
+SGLang takes longer than all of a tiny model's start:
 
     model        folder of the checkpoint
     load_format  and ``extra``, the extra configuration
     environ      the variables TENSORLIFT_... while this job runs
-    do           "generate", "state" (parameters alone, for what a CPU cannot run; in a fresh model), or
+    do           "generate", "state" (parameters alone, for what a CPU cannot run; in a fresh model, a draft
+                 with ``draft``, and as on a GPU of ``capability``, which is only asked for), or
                  "reload" (what /update_weights_from_disk calls, then generate)
 
 RESULTS has an object for each: ``tokens`` (greedy), ``logprobs`` (of prefill and of each step), ``state``
@@ -16,6 +17,7 @@ RESULTS has an object for each: ``tokens`` (greedy), ``logprobs`` (of prefill an
 from __future__ import annotations
 
 import array
+import contextlib
 import copy
 import hashlib
 import io
@@ -25,6 +27,7 @@ import os
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 ARGUMENTS = [
     "--device",
@@ -108,7 +111,11 @@ def load(model_config: Any, job: dict[str, Any], rank: int) -> Any:
     extra = job.get("extra") or {}
     config = LoadConfig(load_format=job["load_format"], model_loader_extra_config=extra, tp_rank=rank)
     loader = get_model_loader(config, model_config)
-    model = loader.load_model(model_config=model_config, device_config=DeviceConfig("cpu", 0))
+    with contextlib.ExitStack() as pretended:
+        if "capability" in job:
+            capability = mock.patch("torch.cuda.get_device_capability", return_value=tuple(job["capability"]))
+            pretended.enter_context(capability)
+        model = loader.load_model(model_config=model_config, device_config=DeviceConfig("cpu", 0))
     assert loader.counter_after_loading_weights > loader.counter_before_loading_weights > 0
     return model
 
@@ -123,7 +130,9 @@ def run(runner: Any, tokenizer: Any, job: dict[str, Any], rank: int) -> dict[str
         result["reload"] = updater.update_weights_from_disk(job["model"], job["load_format"])
     else:
         own = job["do"] == "state"
-        config = ModelConfig(job["model"], dtype="bfloat16") if own else runner.model_config
+        config = runner.model_config
+        if own:
+            config = ModelConfig(job["model"], dtype="bfloat16", is_draft_model=job.get("draft", False))
         begin = time.perf_counter()
         model = load(config, job, rank)
         result["seconds"] = time.perf_counter() - begin

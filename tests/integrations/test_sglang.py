@@ -17,6 +17,7 @@ import torch
 
 from support import fake_sglang
 from support.checkpoints import Row, random_row, write_safetensors
+from support.fake_sglang import arguments
 from tensorlift import loading
 from tensorlift.errors import CheckpointError, DeviceError, MismatchError, OptionError
 from tensorlift.integrations import settings, sglang
@@ -29,16 +30,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_sglang.Engine]:
     found = fake_sglang.install(monkeypatch)
     monkeypatch.setattr(weights_module, "rank", lambda: 1)  # no bar: tqdm is no dependency
     monkeypatch.setattr(sglang, "_version", lambda: sglang.PROVEN)
+    monkeypatch.delenv("TENSORLIFT_BACKEND", raising=False)
     settings.forget()
     sglang.register()
     yield found
     settings.forget()
     sys.modules.pop("tensorlift.integrations.sglang_loader", None)
-
-
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TENSORLIFT_BACKEND", raising=False)
 
 
 class Model(torch.nn.Module):
@@ -73,22 +70,6 @@ def start(engine: fake_sglang.Engine, path: Path, model: Any = None, **given: An
     return loader.load_model(model_config=model, device_config=SimpleNamespace(device="cpu"))
 
 
-def arguments(**given: Any) -> SimpleNamespace:
-    """ServerArgs."""
-    defaults = {
-        "load_format": "tensorlift",
-        "speculative_draft_load_format": None,
-        "device": "cpu",
-        "model_loader_extra_config": "{}",
-        "weight_cache_mode": "off",
-    }
-    return SimpleNamespace(**{**defaults, **given})
-
-
-def check(engine: fake_sglang.Engine, given: SimpleNamespace) -> None:
-    engine.steps["handle_load_format"][0](given, lambda server_args: None)
-
-
 # --- The plug-in --------------------------------------------------------------------------------------------
 
 
@@ -121,8 +102,8 @@ def test_another_version_warns_once(
     engine: fake_sglang.Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sglang, "_version", lambda: "0.9.9")
-    check(engine, arguments())
-    check(engine, arguments())
+    engine.check(arguments())
+    engine.check(arguments())
     assert caplog.text.count("SGLang 0.5.23, and this is 0.9.9") == 1
 
 
@@ -137,17 +118,17 @@ def test_devices_are_refused_with_the_arguments(
     engine: fake_sglang.Engine, formats: dict[str, str], device: str
 ) -> None:
     with pytest.raises(DeviceError, match=f"SGLang runs on device '{device}'"):
-        check(engine, arguments(device=device, **formats))
+        engine.check(arguments(device=device, **formats))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu", None])
 def test_devices_that_are_served(engine: fake_sglang.Engine, device: str | None) -> None:
-    check(engine, arguments(device=device))
+    engine.check(arguments(device=device))
 
 
 def test_other_formats_keep_working(engine: fake_sglang.Engine) -> None:
     extra = '{"num_threads": 4}'
-    check(engine, arguments(load_format="auto", device="xpu", model_loader_extra_config=extra))
+    engine.check(arguments(load_format="auto", device="xpu", model_loader_extra_config=extra))
     assert engine.configure(load_format="safetensors").load_format is fake_sglang.LoadFormat.SAFETENSORS
     with pytest.raises(ValueError, match="no_such"):
         engine.configure(load_format="no_such")
@@ -169,11 +150,11 @@ def test_what_cannot_be_followed_is_refused_with_the_arguments(
     engine: fake_sglang.Engine, given: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(OptionError, match=text):
-        check(engine, arguments(**given))
+        engine.check(arguments(**given))
 
 
 def test_what_is_pointless_is_said(engine: fake_sglang.Engine, caplog: pytest.LogCaptureFixture) -> None:
-    check(engine, arguments(weight_loader_prefetch_checkpoints=True))
+    engine.check(arguments(weight_loader_prefetch_checkpoints=True))
     assert "weight_loader_prefetch_checkpoints changes nothing" in caplog.text
 
 
@@ -197,7 +178,7 @@ def test_an_option_of_the_library_is_one_of_the_plugin(
         return opened(*args, **options)
 
     monkeypatch.setattr(loading, "open", recorded)
-    check(engine, arguments(model_loader_extra_config='{"brand_new": 3}'))
+    engine.check(arguments(model_loader_extra_config='{"brand_new": 3}'))
     start(engine, tmp_path, model_loader_extra_config={"brand_new": 3})
     assert seen == {"brand_new": 3}
 
@@ -324,15 +305,17 @@ def test_the_device_is_checked_before_files_are_looked_for(engine: fake_sglang.E
         iterator(engine, fake_sglang.Source("nowhere"))
 
 
-@pytest.mark.parametrize("suffix", ["pt", "bin"])
-def test_other_kinds_of_files_are_named(engine: fake_sglang.Engine, tmp_path: Path, suffix: str) -> None:
-    write_safetensors(tmp_path / f"model.{suffix}", rows())
-    with pytest.raises(CheckpointError, match=rf"model\.{suffix}; convert the checkpoint"):
-        iterator(engine, fake_sglang.Source(str(tmp_path)))
-
-
-def test_no_files_at_all(engine: fake_sglang.Engine, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="load format 'tensorlift': Cannot find any model weights"):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("model.pt", r"model\.pt; convert the checkpoint"),
+        ("model.bin", r"model\.bin; convert the checkpoint"),
+        ("readme", "load format 'tensorlift': Cannot find any model weights"),
+    ],
+)
+def test_other_files(engine: fake_sglang.Engine, tmp_path: Path, name: str, text: str) -> None:
+    write_safetensors(tmp_path / name, rows())
+    with pytest.raises(CheckpointError, match=text):
         iterator(engine, fake_sglang.Source(str(tmp_path)))
 
 
@@ -405,8 +388,7 @@ def test_the_first_rank_draws_a_bar(
     engine: fake_sglang.Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write_safetensors(tmp_path / "a.safetensors", rows())
-    config = engine.configure(load_format="tensorlift")
-    loader = engine.loader(config)
+    loader = engine.loader(engine.configure(load_format="tensorlift"))
     module = sys.modules["tensorlift.integrations.sglang_loader"]
     calls: list[tuple[int, int]] = []
 

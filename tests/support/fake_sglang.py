@@ -104,6 +104,18 @@ class ModelOptModelLoader(DefaultModelLoader):
     pass
 
 
+def arguments(**given: Any) -> SimpleNamespace:
+    """ServerArgs."""
+    defaults = {
+        "load_format": "tensorlift",
+        "speculative_draft_load_format": None,
+        "device": "cpu",
+        "model_loader_extra_config": "{}",
+        "weight_cache_mode": "off",
+    }
+    return SimpleNamespace(**{**defaults, **given})
+
+
 class Engine:
     """The fake's state."""
 
@@ -120,6 +132,10 @@ class Engine:
             return function
 
         return kept
+
+    def check(self, given: SimpleNamespace) -> None:
+        """The step of resolving arguments that the plug-in has a part in."""
+        self.steps["handle_load_format"][0](given, lambda server_args: None)
 
     def configure(self, **given: Any) -> LoadConfig:
         """What LoadConfig(...) does once the hook is in place."""

@@ -101,7 +101,9 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
                 completeness.report(
                     coverage.missing,
                     self._delivery.names,
-                    strict=self._settings.strict,
+                    # A poor draft costs time and no answer: the target checks each of its tokens. And some
+                    # are published without a bias that SGLang's model has.
+                    strict=self._settings.strict and not self._draft,
                     engine=ENGINE,
                     log=_log,
                 )
