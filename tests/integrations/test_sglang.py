@@ -259,21 +259,13 @@ def test_a_draft_has_embedding_and_head_from_its_target(engine: fake_sglang.Engi
         start(engine, tmp_path, configuration(tmp_path, make=Draft))
 
 
-def iterator(engine: fake_sglang.Engine, source: Any, **given: Any) -> Any:
-    config = engine.configure(load_format="tensorlift", **given)
-    loader = engine.loader(config)
-    pairs = loader._get_weights_iterator(source)
-    assert loader.counter_before_loading_weights > 0
-    return pairs
-
-
 def test_the_prefix_and_files_beside_the_index(engine: fake_sglang.Engine, tmp_path: Path) -> None:
     write_safetensors(tmp_path / "a.safetensors", rows())
     (tmp_path / "mtp").mkdir()
     extra = write_safetensors(tmp_path / "mtp" / "mtp.safetensors", {"late": random_row("U8", [5])})
     model = configuration(tmp_path, hf_config=SimpleNamespace(more_files=[str(extra)]))
     source = fake_sglang.Source(str(tmp_path), prefix="model.", model_config=model)
-    names = [name for name, _ in iterator(engine, source)]
+    names = [name for name, _ in engine.iterator(source)]
     assert names == ["model.weight", "model.norm.weight", "model.more", "model.late"]
 
 
@@ -293,7 +285,7 @@ def test_one_layer_of_a_draft(
     layers = {f"model.mtp.layers.{k}.w": random_row("U8", [100], k) for k in range(3)}
     write_safetensors(tmp_path / "a.safetensors", {**layers, "other": random_row("U8", [7])})
     source = fake_sglang.Source(str(tmp_path), prefix="p.")
-    pairs = list(iterator(engine, source, draft_model_idx=1))
+    pairs = list(engine.iterator(source, draft_model_idx=1))
     assert [name for name, _ in pairs] == ["p.model.mtp.layers.0.w", "p.other"]
     assert pairs[0][1].numpy().tobytes() == layers["model.mtp.layers.1.w"][2]
     assert "107 bytes" in caplog.text  # those of the other layers are not read
@@ -302,7 +294,7 @@ def test_one_layer_of_a_draft(
 def test_the_device_is_checked_before_files_are_looked_for(engine: fake_sglang.Engine) -> None:
     engine.device.device = "xpu"
     with pytest.raises(DeviceError, match="'xpu'"):
-        iterator(engine, fake_sglang.Source("nowhere"))
+        engine.iterator(fake_sglang.Source("nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +308,7 @@ def test_the_device_is_checked_before_files_are_looked_for(engine: fake_sglang.E
 def test_other_files(engine: fake_sglang.Engine, tmp_path: Path, name: str, text: str) -> None:
     write_safetensors(tmp_path / name, rows())
     with pytest.raises(CheckpointError, match=text):
-        iterator(engine, fake_sglang.Source(str(tmp_path)))
+        engine.iterator(fake_sglang.Source(str(tmp_path)))
 
 
 def test_quantising_loaders_are_not_replaced(engine: fake_sglang.Engine, tmp_path: Path) -> None:
@@ -336,8 +328,8 @@ def test_a_reload_is_refused_before_a_weight_is_touched(engine: fake_sglang.Engi
     model = configuration(first)
     start(engine, first, model)
     with pytest.raises(MismatchError, match=r"lacks 1 tensor that it started with: norm\.weight"):
-        iterator(engine, fake_sglang.Source(str(second), model_config=model))
-    names = [n for n, _ in iterator(engine, fake_sglang.Source(str(first), model_config=model))]
+        engine.iterator(fake_sglang.Source(str(second), model_config=model))
+    names = [n for n, _ in engine.iterator(fake_sglang.Source(str(first), model_config=model))]
     assert names == list(rows())
 
 

@@ -133,6 +133,13 @@ class Engine:
 
         return kept
 
+    def iterator(self, source: Source, **given: Any) -> Any:
+        """What a reload reads."""
+        loader = self.loader(self.configure(load_format="tensorlift", **given))
+        pairs = loader._get_weights_iterator(source)
+        assert loader.counter_before_loading_weights > 0
+        return pairs
+
     def check(self, given: SimpleNamespace) -> None:
         """The step of resolving arguments that the plug-in has a part in."""
         self.steps["handle_load_format"][0](given, lambda server_args: None)
