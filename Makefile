@@ -1,5 +1,5 @@
 # One word each; every target sets up what it needs: Debian packages, .venv, the native library.
-.PHONY: help demo test check bench build format wheel docs clean
+.PHONY: help demo test check bench engines build format wheel docs clean
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := build/native
+ENGINES ?= build/engines
 LIBRARY := $(NATIVE)/libtensorlift.so
 LINK := src/tensorlift/libtensorlift.so
 NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f 2>/dev/null)
@@ -36,6 +37,11 @@ check: $(LIBRARY) $(VENV)/.dev  ## style, types, import directions, sizes, docs 
 
 bench: $(LIBRARY) $(VENV)/.dev  ## measure against this machine's ceilings; writes benchmarks/results/
 	$(BIN)/python -m tensorlift.bench $(ARGS)
+
+engines: $(LIBRARY) $(VENV)/.dev  ## real engines on a CPU: builds their environments (ENGINES=folder), runs the matrix
+	tools/engines.sh $(ENGINES)
+	TENSORLIFT_TEST_VLLM=$(abspath $(ENGINES))/vllm/bin/python $(BIN)/python -m pytest tests/engines $(ARGS)
+	$(BIN)/python benchmarks/engines_vllm.py $(abspath $(ENGINES))/vllm/bin/python --out build/engines-vllm.json
 
 build: $(LIBRARY)  ## compile the native library
 

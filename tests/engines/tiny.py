@@ -114,6 +114,7 @@ def write_fp8(folder: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
     for name in sys.argv[2:] or [*CONFIGS, "fp8"]:
         if name == "fp8":
             write_fp8(folder)

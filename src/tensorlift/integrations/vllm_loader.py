@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -95,7 +96,13 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors that a model takes; what reloads call."""
         self._model, self._source = model, 0
-        return super().get_all_weights(model_config, model)  # type: ignore[no-any-return]
+        tensors: Iterator[tuple[str, torch.Tensor]] = super().get_all_weights(model_config, model)
+        if self._delivery is not None:
+            return tensors
+        # A reload takes the parameters out of the model before it asks for the first tensor. What is wrong
+        # with the files has to show before: then the engine goes on with the weights that it has.
+        first = next(tensors, None)
+        return tensors if first is None else chain([first], tensors)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of one source: of the model, or of another folder that it names."""

@@ -1,0 +1,176 @@
+"""vLLM on a CPU, load format safetensors against tensorlift: tokens, log probabilities, parameters, times.
+
+    python benchmarks/engines_vllm.py PYTHON_OF_VLLM [--out FILE]
+
+Each row is one start; the file has every one, with what was compared. Exits 1 where a row is not as it should
+be. Tests of the same kind, fewer of them, are in tests/engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support import engines  # noqa: E402
+from tensorlift.bench import machine  # noqa: E402
+from tensorlift.options import HOST_BACKENDS  # noqa: E402
+
+MODELS, LOADED_ONLY = ("llama", "qwen2tied"), ("moe", "fp8")
+EXTRA = {"backend": "MMAP", "chunk_size": 8388608, "io_depth": 2}
+CONFLICT = {"TENSORLIFT_BACKEND": "AIO", "TENSORLIFT_CHUNK_SIZE": "4096", "TENSORLIFT_IO_DEPTH": "7"}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 2}
+
+
+def rows(tiny: Path) -> dict[str, dict[str, Any]]:
+    """Starts of one rank, by name; a row is compared with the first of its model."""
+    made: dict[str, dict[str, Any]] = {}
+
+    def row(
+        name: str, model: Path, load_format: str = "tensorlift", do: str = "generate", **more: Any
+    ) -> None:
+        made[name] = {"model": str(model), "load_format": load_format, "do": do, "port": 29600, **more}
+
+    for model in MODELS:
+        row(f"{model}: safetensors", tiny / model, "safetensors")
+        row(f"{model}: defaults", tiny / model)
+        row(f"{model}: MMAP, chunk 8388608, depth 2", tiny / model, extra=EXTRA)
+        row(f"{model}: the same, environment against it", tiny / model, extra=EXTRA, environ=CONFLICT)
+        row(f"{model}: environment alone", tiny / model, environ=CONFLICT)
+        for backend in HOST_BACKENDS:
+            row(f"{model}: {backend}", tiny / model, extra={"backend": backend})
+    row("llama: draft", tiny / "llama", more={"speculative_config": {"model": str(tiny / "llama"), **DRAFT}})
+    flipped = engines.flipped(tiny / "llama", "flipped", "model.layers.0.mlp.up_proj.weight")
+    row("flipped bit", flipped)
+    row("llama: reload", tiny / "llama", do="reload", reload=str(flipped))
+    for model in LOADED_ONLY:
+        row(f"{model}: safetensors", tiny / model, "safetensors", "state")
+        row(f"{model}: defaults", tiny / model, do="state")
+    for name, (path, _) in engines.broken(tiny).items():
+        row(f"broken: {name}", path, do="state")
+    return made
+
+
+def judged(name: str, job: dict[str, Any], result: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
+    """A row of the file: what it took, and whether it is as it should be."""
+    about = {key: job[key] for key in ("load_format", "do", "extra", "environ", "tp") if job.get(key)}
+    record: dict[str, Any] = {"row": name, **about}
+    for key in ("load_seconds", "ready_seconds", "memory", "kv_tokens", "error", "reload_error"):
+        if key in result:
+            record[key] = result[key]
+    record["log"] = result["log"]
+    model = name.partition(":")[0]
+    if name.startswith("broken"):
+        record["ok"] = "error" in result
+    elif "error" in result:
+        record["ok"] = False
+    elif name == "flipped bit":
+        record["ok"] = result["outputs"] != done["llama: safetensors"]["outputs"]
+    else:
+        kind = "state" if job["do"] == "state" else "outputs"
+        same = result[kind] == done[f"{model}: safetensors"][kind]
+        lines = [line for line in result["log"] if "tensorlift: rank 0:" in line]
+        ours = job["load_format"] == "tensorlift"
+        whole = f" {engines.data_bytes(Path(job['model']))} bytes "
+        record["ok"] = same and bool(lines) == ours and all(whole in line for line in lines)
+        if kind == "outputs":
+            record["greatest_difference"] = difference(result, done[f"{model}: safetensors"])
+        if job["do"] == "reload":
+            record["ok"] &= result["reloaded"] == done["flipped bit"]["outputs"]
+    return record
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The greatest difference of log probabilities, in prefill and decode; infinite for other tokens."""
+    greatest = 0.0
+    for ours, plain in zip(one["outputs"], other["outputs"], strict=True):
+        for kind in ("prefill", "decode"):
+            for a, b in zip(ours[kind], plain[kind], strict=True):
+                if a.keys() != b.keys():
+                    return float("inf")
+                greatest = max([greatest, *(abs(a[token] - b[token]) for token in a)])
+    return greatest
+
+
+def two_ranks(python: str, tiny: Path, folder: Path) -> list[dict[str, Any]]:
+    """Starts of two ranks: workers are processes of vLLM's, whose lines are in what it prints."""
+    jobs = [
+        {"model": str(tiny / "llama"), "load_format": load_format, "do": "generate", "tp": 2, "extra": extra}
+        for load_format, extra in (
+            ("safetensors", None),
+            ("tensorlift", None),
+            ("tensorlift", {"exchange": "gather"}),
+        )
+    ]
+    done, text = engines.run_jobs(
+        python, "vllm_jobs.py", jobs, folder, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, timeout=1800
+    )
+    lines = [
+        line[line.index("tensorlift: rank") :] for line in text.splitlines() if "tensorlift: rank" in line
+    ]
+    whole = f" {engines.data_bytes(tiny / 'llama')} bytes "
+    found = []
+    for job, result in zip(jobs, done, strict=True):
+        same = "error" not in result and result["outputs"] == done[0].get("outputs")
+        record = {"row": "llama: two ranks", **job, "model": "llama", "ok": same}
+        record |= {
+            key: result[key]
+            for key in ("load_seconds", "ready_seconds", "kv_tokens", "error")
+            if key in result
+        }
+        found.append(record)
+    proof = len(lines) == 4 and all(whole in line for line in lines)
+    return [*found, {"row": "llama: two ranks, lines of both", "ok": proof, "log": lines}]
+
+
+def version(python: str) -> str:
+    """Of the engine."""
+    code = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    return f"vLLM {found.stdout.strip()}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("python")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one-rank", action="store_true")
+    asked = parser.parse_args()
+    begin, load_before = time.perf_counter(), os.getloadavg()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        tiny = engines.tiny(asked.python, folder)
+        jobs = rows(tiny)
+        results, _ = engines.run_jobs(asked.python, "vllm_jobs.py", list(jobs.values()), folder, timeout=3000)
+        done = dict(zip(jobs, results, strict=True))
+        records = [judged(name, jobs[name], result, done) for name, result in done.items()]
+        if not asked.one_rank:
+            records += two_ranks(asked.python, tiny, folder)
+        # The folder is this run's own; where it was says nothing.
+        text = json.dumps(records, indent=1).replace(temporary, "FOLDER")
+    for record in json.loads(text):
+        print(f"{'ok ' if record['ok'] else 'BAD'} {record['row']}  {record.get('error', '')[:100]}")
+    report = {
+        "machine": machine.facts(),
+        "command": ["benchmarks/engines_vllm.py", *(["--one-rank"] if asked.one_rank else [])],
+        "load_average": {"before": load_before, "after": os.getloadavg()},
+        "engine": version(asked.python),
+        "rows": json.loads(text),
+    }
+    report["seconds"] = time.perf_counter() - begin
+    if asked.out:
+        asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if all(record["ok"] for record in report["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Extra configurations of engines: what is taken, what is refused and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+
+from tensorlift.errors import OptionError
+from tensorlift.integrations import settings
+from tensorlift.options import LoadOptions
+
+
+def test_every_field_is_forwarded_without_a_list_of_its_own(monkeypatch):
+    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+    class More(LoadOptions):
+        brand_new: int | None = dataclasses.field(
+            default=None, metadata={"parse": lambda value, name: int(value)}
+        )
+
+    with pytest.raises(OptionError, match="unknown setting 'brand_new'"):
+        settings.parse({"brand_new": 3}, "engine")
+    monkeypatch.setattr(settings, "LoadOptions", More)
+    assert settings.parse({"brand_new": 3}, "engine").options == {"brand_new": 3}
+
+
+def test_explicit_values_win_over_the_environment_and_null_does_not(monkeypatch):
+    monkeypatch.setenv("TENSORLIFT_BACKEND", "AIO")
+    monkeypatch.setenv("TENSORLIFT_IO_DEPTH", "7")
+    found = settings.parse({"backend": "MMAP", "io_depth": None}, "engine").resolved()
+    assert found.backend == ("MMAP",)
+    assert found.io_depth == 7
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        *(
+            (key, "is set by the engine")
+            for key in ("filename", "framework", "device", "process_group", "copy")
+        ),
+        ("enable_multithread_load", "belongs to the engine's own loaders"),
+        ("num_threads", "the setting is called threads"),
+        ("chunksize", "did you mean chunk_size"),
+        ("zzz", "the known ones are arena_size"),
+    ],
+)
+def test_what_is_refused_is_named(key, says):
+    with pytest.raises(OptionError, match=says) as caught:
+        settings.parse({key: None}, "vLLM")
+    assert repr(key) in str(caught.value)
+    assert "vLLM" in str(caught.value)
+
+
+@pytest.mark.parametrize("extra", [3, ["backend"], "[1]", "{", {1: 2}])
+def test_what_is_no_object_is_refused(extra):
+    with pytest.raises(OptionError, match="extra configuration"):
+        settings.parse(extra, "vLLM")
+
+
+def test_values_are_checked_where_the_configuration_is_made(monkeypatch):
+    with pytest.raises(OptionError, match="chunk_size is 5"):
+        settings.parse({"chunk_size": 5}, "vLLM")
+    with pytest.raises(OptionError, match="strict is 'no'"):
+        settings.parse({"strict": "no"}, "vLLM")
+    monkeypatch.setenv("TENSORLIFT_CHUNK_SIZE", "5")
+    with pytest.raises(OptionError, match="TENSORLIFT_CHUNK_SIZE is '5'"):
+        settings.parse(None, "vLLM")
+
+
+def test_json_text_and_nothing_are_taken():
+    assert settings.parse('{"backend": "MMAP", "strict": false}', "x") == settings.Settings(
+        {"backend": "MMAP"}, False
+    )
+    assert settings.parse(None, "x") == settings.parse({"strict": None}, "x") == settings.Settings()
+
+
+def test_the_configuration_of_the_start_is_remembered_for_each_engine():
+    settings.forget()
+    assert settings.remembered("vLLM") is None
+    started = settings.Settings({"backend": "MMAP"})
+    settings.remember(started, "vLLM")
+    assert settings.remembered("vLLM") is started
+    assert settings.remembered("SGLang") is None
+    settings.forget()
+
+
+def test_no_torch_is_needed_to_check_arguments():
+    import subprocess
+
+    code = "import sys, tensorlift.integrations.settings, tensorlift.integrations.vllm as v; v.register();"
+    code += "assert 'torch' not in sys.modules and 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

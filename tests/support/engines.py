@@ -1,0 +1,160 @@
+"""Real engines in environments of their own: where they are, checkpoints for them, and runs in them.
+
+An environment is named by a variable (``TENSORLIFT_TEST_VLLM=/path/to/venv/bin/python``). The package itself
+is not installed there: a folder on PYTHONPATH has it, from this tree, with the entry points of its metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINES = ROOT / "tests" / "engines"
+INDEX = "model.safetensors.index.json"
+
+
+def interpreter(engine: str) -> str | None:
+    """The Python of an engine's environment; None where there is none."""
+    return os.environ.get(f"TENSORLIFT_TEST_{engine.upper()}") or None
+
+
+def plugin(folder: Path) -> Path:
+    """A folder for PYTHONPATH with the package of this tree and its entry points."""
+    # tomllib came with Python 3.11; the tables wanted here are plain enough.
+    text = (ROOT / "pyproject.toml").read_text()
+    lines: list[str] = []
+    for part in text.split('[project.entry-points."')[1:]:
+        group, _, rest = part.partition('"]\n')
+        lines += [f"[{group}]", *(line.replace('"', "") for line in rest.split("\n\n")[0].splitlines())]
+    about = folder / "tensorlift-0.1.0.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorlift\nVersion: 0.1.0\n")
+    (about / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    link = folder / "tensorlift"
+    if not link.is_symlink():
+        link.symlink_to(ROOT / "src" / "tensorlift")
+    return folder
+
+
+def start(
+    python: str, script: str, *arguments: object, folder: Path, environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """A script of tests/engines in an engine's environment, with the settings of ours in ours cleared."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TENSORLIFT_")}
+    clean |= {"PYTHONPATH": str(plugin(folder / "plugin")), "HF_HUB_OFFLINE": "1", **(environ or {})}
+    command = [python, str(ENGINES / script), *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=clean, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def tiny(python: str, folder: Path) -> Path:
+    """The tiny checkpoints, written once a folder."""
+    made = folder / "tiny"
+    if not (made / "fp8").exists():
+        process = start(python, "tiny.py", made, folder=folder)
+        text, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, text
+    return made
+
+
+def run_jobs(
+    python: str,
+    script: str,
+    jobs: Sequence[Mapping[str, Any]],
+    folder: Path,
+    environ: Mapping[str, str] | None = None,
+    timeout: float = 900,
+) -> tuple[list[dict[str, Any]], str]:
+    """The results of jobs in one process, and all that it printed."""
+    given, results = folder / "jobs.json", folder / "results.json"
+    given.write_text(json.dumps(list(jobs)))
+    results.unlink(missing_ok=True)
+    process = start(python, script, given, results, folder=folder, environ=environ)
+    try:
+        text, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    done = json.loads(results.read_text()) if results.exists() else []
+    assert len(done) == len(jobs), f"{len(done)} of {len(jobs)} jobs came to an end:\n{text[-5000:]}"
+    return done, text
+
+
+def data_bytes(checkpoint: Path) -> int:
+    """Bytes of all tensors: what a summary has to say was read."""
+    total = 0
+    for path in checkpoint.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            total += path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+    return total
+
+
+def copied(checkpoint: Path, name: str) -> Path:
+    """A copy to be broken."""
+    target = checkpoint.parent / "broken" / name
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(checkpoint, target)
+    return target
+
+
+def without(checkpoint: Path, name: str, *tensors: str) -> Path:
+    """A copy whose shards and index lack some tensors."""
+    target = copied(checkpoint, name)
+    for path in target.glob("*.safetensors"):
+        save_file({key: t for key, t in load_file(path).items() if key not in tensors}, path)
+    if (target / INDEX).exists():
+        index = json.loads((target / INDEX).read_text())
+        index["weight_map"] = {k: v for k, v in index["weight_map"].items() if k not in tensors}
+        (target / INDEX).write_text(json.dumps(index))
+    return target
+
+
+def flipped(checkpoint: Path, name: str, tensor: str) -> Path:
+    """A copy in which one bit of one tensor's first element differs: the lowest of a bfloat16's exponent."""
+    target = copied(checkpoint, name)
+    for path in target.glob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        begin = 8 + int.from_bytes(content[:8], "little")
+        entry = json.loads(content[8:begin]).get(tensor)
+        if entry:
+            content[begin + entry["data_offsets"][0] + 1] ^= 0x08
+            path.write_bytes(content)
+            return target
+    raise AssertionError(f"no tensor {tensor}")
+
+
+def broken(tiny_folder: Path) -> dict[str, tuple[Path, str]]:
+    """Checkpoints that must not start, each with what the message has to say."""
+    llama = tiny_folder / "llama"
+    shard = "model-00002-of-00003.safetensors"
+    missing, truncated, foreign = (copied(llama, name) for name in ("missing_shard", "truncated", "foreign"))
+    (missing / shard).unlink()
+    os.truncate(truncated / shard, (truncated / shard).stat().st_size - 100)
+    (foreign / INDEX).unlink()
+    for path in foreign.glob("*.safetensors"):
+        path.rename(path.with_suffix(".bin"))
+    layer = "model.layers.1."
+    cases = {
+        "missing_shard": (missing, shard),
+        "truncated": (truncated, "100 bytes missing"),
+        "foreign": (foreign, "takes .safetensors files only"),
+    }
+    for source, name, tensor, says in (
+        ("llama", "no_up", layer + "mlp.up_proj.weight", "mlp.gate_up_proj.weight (part 2 of 2)"),
+        ("llama", "no_k", layer + "self_attn.k_proj.weight", "self_attn.qkv_proj.weight (part 2 of 3)"),
+        ("llama", "no_down", layer + "mlp.down_proj.weight", layer + "mlp.down_proj.weight"),
+        ("llama", "no_norm", "model.norm.weight", "model.norm.weight"),
+        ("llama", "no_head", "lm_head.weight", "lm_head.weight"),
+        ("moe", "no_expert", layer + "mlp.experts.3.up_proj.weight", "w13_weight (local expert 3, half 2)"),
+        ("fp8", "no_scale", layer + "mlp.up_proj.weight_scale", "gate_up_proj.weight_scale (part 2 of 2)"),
+    ):
+        cases[name] = (without(tiny_folder / source, name, tensor), says)
+    return cases
