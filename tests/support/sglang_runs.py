@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import time
@@ -17,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from support.checkpoints import Row, random_row, write_safetensors
+from support import engines
 
-PYTHON = os.environ.get("TENSORLIFT_TEST_SGLANG", "")
-HERE = Path(__file__).parent.parent / "engines"
+PYTHON = engines.interpreter("sglang") or ""
 MARKS = [
-    pytest.mark.skipif(
-        not PYTHON, reason="TENSORLIFT_TEST_SGLANG names no Python with SGLang and tensorlift"
-    ),
+    pytest.mark.skipif(not PYTHON, reason="TENSORLIFT_TEST_SGLANG names no Python with SGLang"),
     pytest.mark.timeout(900),
 ]
 MMAP = {"backend": "MMAP", "chunk_size": 8388608, "io_depth": 2}
@@ -35,16 +33,13 @@ CONFLICTING = {
     "TENSORLIFT_IO_DEPTH": "7",
     "TENSORLIFT_THREADS": "1",
 }
-GATE, NORM, VALUES = (
-    "model.layers.0.mlp.gate_proj.weight",
-    "model.norm.weight",
-    "model.layers.1.self_attn.v_proj.weight",
-)
+NORM = "model.norm.weight"
 
 
-def engine_environment() -> dict[str, str]:
+def engine_environment(folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TENSORLIFT_")}
-    return {**kept, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    own = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(engines.plugin(folder))}
+    return kept | own
 
 
 def free_port() -> int:
@@ -53,135 +48,71 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def header_of(file: Path) -> tuple[dict[str, Any], int]:
-    raw = file.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8 : 8 + length]), 8 + length
-
-
-def data_bytes(model: Path) -> int:
-    return sum(file.stat().st_size - header_of(file)[1] for file in model.glob("*.safetensors"))
-
-
-def shards(model: Path) -> list[Path]:
-    return sorted(model.glob("*.safetensors"))
-
-
-def without(model: Path, target: Path, name: str) -> Path:
-    """A copy that lacks a tensor, in shard and index."""
-    shutil.copytree(model, target)
-    index = json.loads((target / "model.safetensors.index.json").read_text())
-    shard = target / index["weight_map"].pop(name)
-    (target / "model.safetensors.index.json").write_text(json.dumps(index))
-    header, begin = header_of(shard)
-    data = shard.read_bytes()[begin:]
-    out, kept = b"", {}
-    for key, about in header.items():
-        if key == name:
-            continue
-        if key != "__metadata__":
-            first, last = about["data_offsets"]
-            about = {**about, "data_offsets": [len(out), len(out) + last - first]}
-            out += data[first:last]
-        kept[key] = about
-    text = json.dumps(kept).encode()
-    shard.write_bytes(len(text).to_bytes(8, "little") + text + out)
-    return target
-
-
-def flipped(model: Path, target: Path) -> Path:
-    """A copy with one byte changed: the sign and half of the exponent of an element of the final norm."""
-    shutil.copytree(model, target)
-    for shard in shards(target):
-        header, begin = header_of(shard)
-        if NORM in header:
-            raw = bytearray(shard.read_bytes())
-            raw[begin + header[NORM]["data_offsets"][0] + 1] ^= 0x81
-            shard.write_bytes(raw)
-    return target
-
-
-def run_jobs(jobs: list[dict[str, Any]], ranks: int = 1) -> list[list[dict[str, Any]]]:
-    """The results of each rank."""
-    port = free_port()
-    command = [PYTHON, str(HERE / "sglang_jobs.py")]
-    children = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**engine_environment(), **({} if ranks == 1 else {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})},
-        )
-        for rank in range(ranks)
-    ]
-    for child in children:
-        assert child.stdin
-        child.stdin.write(json.dumps(jobs))
-        child.stdin.close()
-        child.stdin = None
-    outputs = []
-    for child in children:
-        out, err = child.communicate(timeout=600)
-        assert child.returncode == 0, err[-6000:]
-        outputs.append(json.loads(out))
-    return outputs
-
-
-def make_models(folder: Path) -> Path:
-    """The tiny checkpoints, and a draft for the llama."""
-    command = [PYTHON, str(HERE / "tiny.py"), str(folder), "llama", "qwen2tied", "moe", "fp8"]
-    subprocess.run(command, check=True, env=engine_environment(), capture_output=True)
-    draft_of(folder / "llama", folder / "draft")
-    return folder
-
-
 def draft_of(model: Path, target: Path) -> Path:
     """An EAGLE draft: the first layer of a llama, and what takes hidden states in; no embedding, no head."""
-    found: dict[str, Row] = {
-        "fc.weight": random_row("BF16", [64, 128]),
-        "fc.bias": random_row("BF16", [64], 1),
+    found = {
+        name.removeprefix("model."): tensor
+        for shard in model.glob("*.safetensors")
+        for name, tensor in load_file(shard).items()
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name
     }
-    for shard in shards(model):
-        header, begin = header_of(shard)
-        data = shard.read_bytes()[begin:]
-        for name, about in header.items():
-            if name.startswith("model.layers.0.") and "input_layernorm" not in name:
-                first, last = about["data_offsets"]
-                found[name.removeprefix("model.")] = (about["dtype"], about["shape"], data[first:last])
+    found["fc.weight"] = torch.rand(64, 128).bfloat16()
+    found["fc.bias"] = torch.rand(64).bfloat16()
     target.mkdir()
-    write_safetensors(target / "model.safetensors", found)
+    save_file(found, target / "model.safetensors")
     config = json.loads((model / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
     (target / "config.json").write_text(json.dumps(config))
     return target
 
 
-def broken_models(models: Path) -> Path:
-    """Copies of the llama with something wrong, by name."""
-    llama, folder = models / "llama", models / "broken"
-    flipped(llama, folder / "flipped")
-    without(llama, folder / "no_gate", GATE)
-    without(llama, folder / "no_norm", NORM)
-    without(llama, folder / "no_values", VALUES)
-    for name in ("missing", "truncated", "bin", "pt"):
-        shutil.copytree(llama, folder / name)
-    shards(folder / "missing")[1].unlink()
-    last = shards(folder / "truncated")[-1]
-    last.write_bytes(last.read_bytes()[:-100])
-    for kind in ("bin", "pt"):
-        for shard in shards(folder / kind):
-            shard.rename(shard.with_suffix(f".{kind}"))
-        (folder / kind / "model.safetensors.index.json").unlink()
-    return folder
+def make_models(folder: Path) -> Path:
+    """The tiny checkpoints, a draft for the llama, and below "broken" copies of it that differ."""
+    models = engines.tiny(PYTHON, folder)
+    llama = models / "llama"
+    draft_of(llama, models / "draft")
+    engines.flipped(llama, "flipped", NORM)
+    pickles = engines.copied(llama, "pickles")
+    (pickles / engines.INDEX).unlink()
+    for shard in pickles.glob("*.safetensors"):
+        shard.rename(shard.with_suffix(".pt"))
+    return models
+
+
+def run_jobs(folder: Path, jobs: list[dict[str, Any]], ranks: int = 1) -> list[list[dict[str, Any]]]:
+    """The results of each rank."""
+    port = free_port()
+    command = [PYTHON, str(engines.ENGINES / "sglang_jobs.py")]
+    environ = engine_environment(folder / "plugin")
+    if ranks > 1:
+        environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
+    given = folder / "jobs.json"
+    given.write_text(json.dumps(jobs))
+    children = []
+    for rank in range(ranks):
+        with given.open() as stdin, (folder / f"said-{rank}").open("wb") as said:
+            arguments = [*command, str(rank), str(ranks), str(port)]
+            children.append(
+                subprocess.Popen(arguments, stdin=stdin, stdout=subprocess.PIPE, stderr=said, env=environ)
+            )
+    results = []
+    try:
+        for rank, child in enumerate(children):
+            out, _ = child.communicate(timeout=600)
+            assert child.returncode == 0, (folder / f"said-{rank}").read_text(errors="replace")[-6000:]
+            results.append(json.loads(out))
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    return results
 
 
 class Results:
     """Jobs by name, run in one process."""
 
-    def __init__(self, jobs: dict[str, dict[str, Any]], ranks: int = 1) -> None:
-        outputs = run_jobs([{"do": "generate", **job} for job in jobs.values()], ranks)
+    def __init__(self, folder: Path, jobs: dict[str, dict[str, Any]], ranks: int = 1) -> None:
+        outputs = run_jobs(folder, [{"do": "generate", **job} for job in jobs.values()], ranks)
         self.by_rank = [dict(zip(jobs, output, strict=True)) for output in outputs]
 
     def __getitem__(self, name: str) -> dict[str, Any]:
@@ -235,7 +166,7 @@ class Server:
                 [PYTHON, *SERVER, "--model-path", str(model), "--port", str(self.port), *arguments],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=engine_environment(),
+                env=engine_environment(log.parent / "plugin"),
                 start_new_session=True,
             )
 
