@@ -40,7 +40,8 @@ bench: $(LIBRARY) $(VENV)/.dev  ## measure against this machine's ceilings; writ
 
 engines: $(LIBRARY) $(VENV)/.dev  ## real engines on a CPU: builds their environments (ENGINES=folder), runs the matrix
 	tools/engines.sh $(ENGINES)
-	TENSORLIFT_TEST_VLLM=$(abspath $(ENGINES))/vllm/bin/python $(BIN)/python -m pytest tests/engines $(ARGS)
+	TENSORLIFT_TEST_VLLM=$(abspath $(ENGINES))/vllm/bin/python TENSORLIFT_TEST_SGLANG=$(abspath $(ENGINES))/sglang/bin/python \
+		$(BIN)/python -m pytest tests/engines $(ARGS)
 	$(BIN)/python benchmarks/engines_vllm.py $(abspath $(ENGINES))/vllm/bin/python --out build/engines-vllm.json
 
 build: $(LIBRARY)  ## compile the native library

@@ -30,5 +30,5 @@ def test_each_tensor_a_block_of_its_own(written: Written) -> None:
 
 
 def test_what_owns_memory_is_a_word(written: Written) -> None:
-    with pytest.raises(OptionError, match="own is 'block'; expected 'arena' or 'tensor'"):
+    with pytest.raises(OptionError, match="own is 'block'; expected one of 'arena', 'tensor'"):
         loading.load(written.path, own="block")
