@@ -261,6 +261,8 @@ bool Engine::path_refused(Chunk *chunk, File *file, int path, const std::string 
         }
         route = file->route;
     }
+    // Another thread was first, and found that nothing is left: it says so.
+    if (route.deep_path < 0 && route.cached_path < 0) return false;
     // The deep path where there is a choice: most likely it was asked for because the range is not cached.
     if (route.deep_path >= 0) route.cached_path = -1;
     return fetch_range(chunk, file, route, begin, end);

@@ -268,7 +268,10 @@ TEST(a_file_that_is_cut_while_it_is_read) {
                 REQUIRE_EQ(engine.wait(), TL_ERR_TRUNCATED);
                 REQUIRE_EQ(engine.error.file, file);
                 REQUIRE(engine.error.wanted > engine.error.got);
-                REQUIRE_EQ(std::string(engine.error.message), "ended while it was read");
+                // Whether it was opened before it was cut, a busy machine decides.
+                const std::string said = engine.error.message;
+                REQUIRE(said == "ended while it was read" ||
+                        said == "is shorter than when its header was read");
             }
             device.stream_sync(consumer);
             device.stream_free(consumer);
