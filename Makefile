@@ -43,6 +43,7 @@ engines: $(LIBRARY) $(VENV)/.dev  ## real engines on a CPU: builds their environ
 	TENSORLIFT_TEST_VLLM=$(abspath $(ENGINES))/vllm/bin/python TENSORLIFT_TEST_SGLANG=$(abspath $(ENGINES))/sglang/bin/python \
 		$(BIN)/python -m pytest tests/engines $(ARGS)
 	$(BIN)/python benchmarks/engines_vllm.py $(abspath $(ENGINES))/vllm/bin/python --out build/engines-vllm.json
+	$(BIN)/python benchmarks/engines_sglang.py $(abspath $(ENGINES))/sglang/bin/python --out build/engines-sglang.json
 
 build: $(LIBRARY)  ## compile the native library
 

@@ -5,23 +5,12 @@ Tests share processes: an import of SGLang takes longer than everything else.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support import engines
-from support.sglang_runs import (
-    CONFLICTING,
-    MARKS,
-    MMAP,
-    Results,
-    job,
-    make_models,
-    said_bytes,
-    same,
-)
+from support.sglang_runs import MARKS, MMAP, Results, job, loading_jobs, make_models, said_bytes, same
 from tensorlift.options import HOST_BACKENDS
 
 pytestmark = MARKS
@@ -30,18 +19,6 @@ pytestmark = MARKS
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_models(tmp_path_factory.mktemp("sglang"))
-
-
-def loading_jobs(model: Path) -> dict[str, dict[str, Any]]:
-    return {
-        "plain": job(model, "safetensors"),
-        "defaults": job(model),
-        "mmap": job(model, extra=MMAP),
-        **{name: job(model, extra={"backend": name}) for name in HOST_BACKENDS},
-        "conflicting": job(model, extra=MMAP, environ=CONFLICTING),
-        "null": job(model, extra={"backend": None}, environ={"TENSORLIFT_BACKEND": "MMAP"}),
-        "as text": job(model, extra=json.dumps(MMAP)),
-    }
 
 
 BROKEN = ["missing_shard", "truncated", "foreign", "no_up", "no_k", "no_down", "no_norm", "no_head"]

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from support import fake_sglang
-from support.checkpoints import Row, random_row, write_safetensors
-from support.fake_sglang import arguments
+from support.checkpoints import random_row, write_safetensors
+from support.fake_sglang import Model, arguments, configuration, rows
 from tensorlift import loading
 from tensorlift.errors import CheckpointError, DeviceError, MismatchError, OptionError
 from tensorlift.integrations import settings, sglang
@@ -36,30 +36,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_sglang.Engine]:
     yield found
     settings.forget()
     sys.modules.pop("tensorlift.integrations.sglang_loader", None)
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(16, 4))
-        self.norm = torch.nn.LayerNorm(8, bias=False)
-        self.scale = torch.nn.Parameter(torch.tensor(-1.0))  # has a default: no checkpoint needs it
-
-
-def rows(*, but: str = "", seed: int = 0) -> dict[str, Row]:
-    found = {
-        "weight": random_row("F32", [16, 4], seed),
-        "norm.weight": random_row("F32", [8], seed + 1),
-        "more": random_row("F32", [3], seed + 2),
-    }
-    return {name: row for name, row in found.items() if name != but}
-
-
-def configuration(path: Path, **more: Any) -> SimpleNamespace:
-    """A ModelConfig."""
-    return SimpleNamespace(
-        **{"model_path": str(path), "make": Model, "hf_config": None, "quantization": None, **more}
-    )
 
 
 def start(engine: fake_sglang.Engine, path: Path, model: Any = None, **given: Any) -> Any:
@@ -257,6 +233,27 @@ def test_a_draft_has_embedding_and_head_from_its_target(engine: fake_sglang.Engi
     start(engine, tmp_path, configuration(tmp_path, make=Draft, is_draft_model=True))
     with pytest.raises(MismatchError, match=r"embed_tokens\.weight"):
         start(engine, tmp_path, configuration(tmp_path, make=Draft))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "parts", "optional"),
+    [
+        (torch.tensor(-1.0), [], True),
+        (torch.ones(3), [4, 4, 4], True),
+        (torch.zeros(3), [], False),  # what nobody has filled
+        (torch.arange(3.0), [], False),
+        (torch.full((8, 1), torch.finfo(torch.float32).min), [4, 4], False),  # what has to come
+        (torch.full((2,), torch.finfo(torch.float32).min), [4, 4], True),  # or for the first part alone
+    ],
+)
+def test_scales_that_have_a_default(
+    engine: fake_sglang.Engine, parameter: torch.Tensor, parts: list[int], optional: bool
+) -> None:
+    engine.configure(load_format="tensorlift")
+    judge = sys.modules["tensorlift.integrations.sglang_loader"].may_be_missing(False)
+    module: Any = SimpleNamespace(output_partition_sizes=parts)
+    assert judge("layer.scale", module, parameter) is optional
+    assert not judge("layer.weight", module, parameter)
 
 
 def test_the_prefix_and_files_beside_the_index(engine: fake_sglang.Engine, tmp_path: Path) -> None:

@@ -10,11 +10,14 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from support.checkpoints import Row, random_row
 
 
 class HookType(enum.Enum):
@@ -102,6 +105,30 @@ class DefaultModelLoader(BaseModelLoader):
 
 class ModelOptModelLoader(DefaultModelLoader):
     pass
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(16, 4))
+        self.norm = torch.nn.LayerNorm(8, bias=False)
+        self.scale = torch.nn.Parameter(torch.tensor(-1.0))  # has a default: no checkpoint needs it
+
+
+def rows(*, but: str = "", seed: int = 0) -> dict[str, Row]:
+    found = {
+        "weight": random_row("F32", [16, 4], seed),
+        "norm.weight": random_row("F32", [8], seed + 1),
+        "more": random_row("F32", [3], seed + 2),
+    }
+    return {name: row for name, row in found.items() if name != but}
+
+
+def configuration(path: Path, **more: Any) -> SimpleNamespace:
+    """A ModelConfig."""
+    return SimpleNamespace(
+        **{"model_path": str(path), "make": Model, "hf_config": None, "quantization": None, **more}
+    )
 
 
 def arguments(**given: Any) -> SimpleNamespace:

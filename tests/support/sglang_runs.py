@@ -202,6 +202,17 @@ class Server:
         pairs = meta["output_token_logprobs"]
         return [pair[1] for pair in pairs], [pair[0] for pair in pairs]
 
+    def resident(self) -> int:
+        """Bytes of memory that its processes hold, what they share counted once."""
+        total = 0
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                fields = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if int(fields[2]) == self.child.pid:
+                    found = re.search(r"^Pss:\s+(\d+) kB", (place / "smaps_rollup").read_text(), re.MULTILINE)
+                    total += int(found[1]) * 1024 if found else 0
+        return total
+
     def reload(self, model: Path) -> Any:
         return self.ask("/update_weights_from_disk", {"model_path": str(model)})
 

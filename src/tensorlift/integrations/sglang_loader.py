@@ -227,8 +227,11 @@ def may_be_missing(draft: bool) -> completeness.Optional:
     """Which parameters of SGLang's models a checkpoint may lack.
 
     Scales and such that have a default of their own: what is neither a weight nor a bias and has one value
-    other than 0 throughout (memory that nobody has filled is often 0). A draft has embedding and head from
-    its target, after it was loaded.
+    throughout. Not 0, which is often in memory that nobody has filled, nor the lowest number, which SGLang
+    puts where a checkpoint has to bring something else; but of the scales of a fused layer, one for each of
+    its parts, a checkpoint that is fused itself brings only the first.
+
+    A draft has embedding and head from its target, after it was loaded.
     """
 
     def optional(name: str, module: torch.nn.Module, parameter: torch.Tensor) -> bool:
@@ -239,6 +242,11 @@ def may_be_missing(draft: bool) -> completeness.Optional:
         # A few of its values: all of an expert's would take longer to look at than to load.
         few = parameter.detach()[tuple(slice(None, None, max(1, size // 8)) for size in parameter.shape)]
         values = few.double().reshape(-1)
-        return bool(values[0] != 0) and bool((values == values[0]).all())
+        first = float(values[0])
+        if first == 0 or not bool((values == first).all()):
+            return False
+        parts = getattr(module, "output_partition_sizes", ())
+        unset = parameter.is_floating_point() and first == torch.finfo(parameter.dtype).min
+        return not unset or (len(parts) > 1 and parameter.numel() == len(parts))
 
     return optional
