@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support import engines
+from tensorlift.options import HOST_BACKENDS
 
 PYTHON = engines.interpreter("sglang") or ""
 MARKS = [
@@ -134,6 +135,19 @@ def said_bytes(result: dict[str, Any]) -> int:
     found = re.search(r"tensorlift: rank \d+: (\d+) bytes", result["log"])
     assert found, result["log"]
     return int(found[1])
+
+
+def loading_jobs(model: Path) -> dict[str, dict[str, Any]]:
+    """One checkpoint in all ways that have to give the same."""
+    return {
+        "plain": job(model, "safetensors"),
+        "defaults": job(model),
+        "mmap": job(model, extra=MMAP),
+        **{name: job(model, extra={"backend": name}) for name in HOST_BACKENDS},
+        "conflicting": job(model, extra=MMAP, environ=CONFLICTING),
+        "null": job(model, extra={"backend": None}, environ={"TENSORLIFT_BACKEND": "MMAP"}),
+        "as text": job(model, extra=json.dumps(MMAP)),
+    }
 
 
 SERVER = [
