@@ -144,6 +144,8 @@ class Weights:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Starts reading; raises RequestError the second time and after close()."""
         if self._closed:
+            if self._ranks is not None:
+                self._ranks.leave(None)  # close() of another thread may be at it still
             raise RequestError("these weights are closed; open the checkpoint again")
         if self._pass is not None:
             raise RequestError(
@@ -244,6 +246,12 @@ class _Pass:
                 finished(report, transfer.nbytes)
                 if self._ranks is not None:
                     self._ranks.complete = True
+        except BaseException as error:
+            # Where close() of another thread ends this rank's part, that has to be over before the consumer
+            # goes on: it may use the group.
+            if self._ranks is not None and not (self._ranks.held and isinstance(error, GeneratorExit)):
+                self._ranks.leave(error)
+            raise
         finally:
             self.seconds += time.perf_counter() - begin
 

@@ -104,6 +104,7 @@ class Exchange:
             width = share_nbytes(self._used[number], self.share.ranks)
             whole = bytes_of(arena, self._memory, width * self.share.ranks)
             with self._issuing:
+                self._board.check()  # what end() has issued under this number must not be lost
                 # There before it is counted: a signal's handler may raise anywhere.
                 self._pending[number] = pending = _Pending(whole, [])
                 self._board.counted(width)

@@ -105,7 +105,10 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends this rank's part, once."""
-        if self._ended or self._forked:
+        if self._ended:
+            self._end(_nothing)  # another thread may be at it
+            return
+        if self._forked:
             return
         if self.held and isinstance(error, GeneratorExit):
             # What leaves the with statement says why. Where nothing does, because this rank waits inside it
@@ -139,8 +142,6 @@ class Ranks:
 
     def leave(self, error: BaseException | None) -> None:
         """Ends this rank's part before its time; the others raise PeerError with the reason."""
-        if self._ended:
-            return
         failure = self._left()
         if error is not None and not isinstance(error, GeneratorExit):
             who = self.members.name(self.members.rank)
