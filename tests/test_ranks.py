@@ -272,7 +272,7 @@ def outlives(rank: int, path: str) -> None:
 
 
 def test_closing_a_file_when_the_store_is_gone_is_no_error(even: str) -> None:
-    for outcome in ranks.run(outlives, 2, even, store_on_rank_0=True):
+    for outcome in ranks.run(outlives, 2, even, store="rank 0"):
         assert outcome.error is None, outcome.trace
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from support import child
 from support.boards import LIMIT, Elsewhere, World, each, threads_left
 from tensorlift.distributed.board import Board
 from tensorlift.distributed.members import Process, this_process
-from tensorlift.distributed.watch import Watch, heard_by
+from tensorlift.distributed.watch import Watch, heard_by, is_served_here
 from tensorlift.errors import PeerError
 
 
@@ -207,3 +208,14 @@ def unfinished(folder: str) -> None:
 
 def test_threads_end_before_the_interpreter(tmp_path: Path) -> None:
     child.call(unfinished, str(tmp_path))
+
+
+def test_a_store_of_this_host_is_known_by_its_address() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    assert is_served_here(dist.PrefixStore("a", dist.PrefixStore("b", server.clone())))
+    assert not is_served_here(dist.HashStore())
+
+    class Far:
+        host = "192.0.2.1"  # of a net that is set aside for documents
+
+    assert not is_served_here(Far())

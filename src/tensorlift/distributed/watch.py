@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import queue
+import socket
 import threading
 import time
 import weakref
@@ -27,6 +28,9 @@ __all__ = ["Failure", "Watch", "heard_by", "taken"]
 T = TypeVar("T")
 # Of peer_timeout: until a rank on another host, or the store, counts as gone. The rest is for telling others.
 _SILENT = 0.6
+# Seconds for a store on this host, whose end shows at once. torch's server looks up the name of whoever
+# connects and answers nobody meanwhile: 5 s for each where name servers are silent.
+_STALLED = 60.0
 _LONGEST_TEXT = 10_000
 _SLICE = 0.1  # seconds, at most: one look of a thread that waits for another
 
@@ -55,6 +59,8 @@ class Watch:
         """The thread connects to the store by itself; the first that is asked of it waits for that."""
         self.members, self._period = members, min(1.0, peer_timeout / 10)
         self._limit = _SILENT * peer_timeout
+        # Of the store; until there is a connection nobody knows how fast it answers.
+        self._patience = max(self._limit, _STALLED)
         # Around what a gather counts: what was told and what was counted are one.
         self.lock = threading.Lock()
         self.frozen = self._told = self._lost = False
@@ -84,7 +90,7 @@ class Watch:
         call = _Call(what)
         self._calls.put(call)
         if not self._waited(call.done):
-            raise self.lost(f"no answer for {self._limit:g} seconds").error()
+            raise self.lost(f"no answer for {self._patience:g} seconds").error()
         if call.failed is not None:
             raise self.lost(_line(call.failed)).error() from call.failed
         return call.value
@@ -92,13 +98,13 @@ class Watch:
     def check(self) -> None:
         """Raises what ended the load elsewhere: DisagreementError, PeerError."""
         busy = self._busy
-        if self.failure is None and busy is not None and time.monotonic() - busy > self._limit:
+        if self.failure is None and busy is not None and time.monotonic() - busy > self._patience:
             # This process may have stood still, and the answer be there: the thread gets the time to say so.
             until = _slices(self._period)
             while self._busy == busy and next(until, None) is not None:
                 time.sleep(_SLICE)
             if self._busy == busy:
-                self.lost(f"no answer for {self._limit:g} seconds")
+                self.lost(f"no answer for {self._patience:g} seconds")
         if self.failure is not None:
             raise self.failure.error()
 
@@ -145,11 +151,13 @@ class Watch:
 
     def _waited(self, done: threading.Event) -> bool:
         # In slices: a process that stood still for long must not take that for the store's silence.
-        for seconds in _slices(self._limit + self._period):
-            if done.wait(seconds):
+        waited = 0.0
+        while waited < self._patience + self._period:
+            if done.wait(_SLICE):
                 return True
             if not self._thread.is_alive():
                 return done.is_set()
+            waited += _SLICE
         return False
 
     def _run(self) -> None:
@@ -158,6 +166,8 @@ class Watch:
         try:
             self._busy = time.monotonic()
             store = self.members.store()
+            if not is_served_here(store):
+                self._patience = self._limit
             while True:
                 self._busy = None
                 try:
@@ -241,6 +251,22 @@ class Watch:
 def taken(store: Any, key: str) -> bytes | None:
     """What is there under a key, without waiting for it."""
     return bytes(store.get(key)) if store.check([key]) else None
+
+
+def is_served_here(store: Any) -> bool:
+    """Whether the store's server is on this host, as far as its address tells."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None)
+    if not isinstance(host, str):
+        return False
+    with contextlib.suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            # Only an address of one's own can be bound to.
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as own:
+                own.bind((address[0], 0))
+                return True
+    return False
 
 
 def heard_by(rank: int, hosts: Sequence[str]) -> list[int]:
