@@ -15,7 +15,7 @@ import tensorlift
 from support import ranks
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.leaks import nothing_left
-from support.page_cache import ON_DISK, drop, file_system
+from support.page_cache import ON_DISK, drop, file_system, resident
 from tensorlift.tensors import running
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -299,6 +299,8 @@ def what_the_kernel_counts(rank: int, path: str) -> Any:
         lines = Path("/proc/self/io").read_text().splitlines()
         return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
+    # What is imported and touched for the first time is read from the disk as well.
+    tensorlift.load(path + ".first", process_group="world", exchange="gather")
     dist.barrier()
     before = read_bytes()
     state = tensorlift.load(path, process_group="world", exchange="gather", arena_size=MIB)
@@ -310,11 +312,14 @@ def test_a_cold_file_is_read_once_by_all_together(tmp_path: Path) -> None:
         pytest.skip(f"the kernel's counts mean something on {', '.join(ON_DISK)} alone")
     path = tmp_path / "model.safetensors"
     write_safetensors(path, {f"t{k:02}": random_row("U8", [700_001], k) for k in range(40)})
+    write_safetensors(Path(f"{path}.first"), {"t": random_row("U8", [700_001], 1)})
     drop(path)
+    if resident(path).mean() > 0.01:
+        pytest.skip("the kernel does not let the file's cache be dropped here")
     nbytes, world = 40 * 700_001, 4
     found = ranks.values(what_the_kernel_counts, world, str(path))
     for read, stats in found:
-        assert read <= nbytes / world + 2 * MIB
+        assert read <= nbytes / world + 4 * MIB
         assert sum(stats["readers"].values()) <= nbytes / world + MIB
     assert sum(sum(stats["readers"].values()) for _, stats in found) == nbytes
     assert sum(read for read, _ in found) >= nbytes
