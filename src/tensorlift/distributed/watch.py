@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
@@ -100,8 +100,9 @@ class Watch:
         busy = self._busy
         if self.failure is None and busy is not None and time.monotonic() - busy > self._patience:
             # This process may have stood still, and the answer be there: the thread gets the time to say so.
-            until = _slices(self._period)
-            while self._busy == busy and next(until, None) is not None:
+            for _ in range(max(1, round(self._period / _SLICE))):
+                if self._busy != busy:
+                    break
                 time.sleep(_SLICE)
             if self._busy == busy:
                 self.lost(f"no answer for {self._patience:g} seconds")
@@ -319,11 +320,6 @@ class _Silence:
         if sign != self._heard:
             self._heard, self._seconds = sign, 0.0
         return self._seconds
-
-
-def _slices(seconds: float) -> Iterator[float]:
-    for _ in range(max(1, round(seconds / _SLICE))):
-        yield _SLICE
 
 
 def _line(error: BaseException) -> str:
