@@ -31,8 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Written:
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: pytest.TempPathFactory) -> str:
     """32 tensors of 64 KiB: with that capacity, an arena each."""
-    rows = {f"t{k:02}": random_row("U8", [64 * KIB], k) for k in range(32)}
-    return str(write_safetensors(tmp_path_factory.mktemp("even") / "model.safetensors", rows))
+    return ranks.even(tmp_path_factory.mktemp("even"))
 
 
 def digest(state: Any) -> dict[str, Any]:

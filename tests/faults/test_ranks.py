@@ -29,21 +29,11 @@ ARENA: dict[str, Any] = {"arena_size": 64 * KIB, "buffer_size": 128 * KIB, "exch
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """32 tensors, an arena each."""
-    rows = {f"t{k:02}": random_row("U8", [64 * KIB], k) for k in range(32)}
-    return str(write_safetensors(tmp_path_factory.mktemp("ranks") / "model.safetensors", rows))
+    return ranks.even(tmp_path_factory.mktemp("ranks"))
 
 
 def group_of(kind: str) -> Any:
     return "world" if kind == "world" else dist.new_group()
-
-
-def usable(group: Any) -> bool:
-    """Whether the caller's group still does what it should."""
-    if isinstance(group, str):
-        group = None
-    value = torch.ones(1)
-    dist.all_reduce(value, group=group)
-    return int(value) == dist.get_world_size()
 
 
 def others_raise(outcomes: list[Outcome], failed: int, error: str, *words: str) -> None:
@@ -112,7 +102,7 @@ def raising(rank: int, path: str, kind: str, how: str) -> Any:
         else (contextlib.nullcontext()) as raised
     ):
         work()
-    return [str(raised.value) if raised else "", usable(group)]
+    return [str(raised.value) if raised else "", ranks.usable(group)]
 
 
 @pytest.mark.parametrize("kind", ["world", "own"])
@@ -172,7 +162,7 @@ def cannot(rank: int, path: str, kind: str, what: str, call: str) -> Any:
             tensorlift.load_into(model, path, process_group=group, **options)
     except tensorlift.errors.TensorliftError as error:
         seconds = time.monotonic() - begin
-        return [type(error).__name__, str(error), seconds, usable(group)]
+        return [type(error).__name__, str(error), seconds, ranks.usable(group)]
     return None
 
 

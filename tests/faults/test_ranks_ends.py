@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import tensorlift
 from support import ranks
-from support.checkpoints import random_row, write_safetensors
 from tensorlift.distributed.board import Board
 from tensorlift.errors import DisagreementError, OptionError, PeerError, RequestError, TensorliftError
 
@@ -28,14 +27,7 @@ ARENA: dict[str, Any] = {"arena_size": 64 * KIB, "buffer_size": 128 * KIB, "exch
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """32 tensors, an arena each."""
-    rows = {f"t{k:02}": random_row("U8", [64 * KIB], k) for k in range(32)}
-    return str(write_safetensors(tmp_path_factory.mktemp("ranks") / "model.safetensors", rows))
-
-
-def usable(group: Any) -> bool:
-    value = torch.ones(1)
-    dist.all_reduce(value, group=group)
-    return int(value) == dist.get_world_size()
+    return ranks.even(tmp_path_factory.mktemp("ranks"))
 
 
 def load(path: str, group: Any = "world") -> int:
@@ -56,7 +48,7 @@ def closed(rank: int, path: str) -> int:
                 time.sleep(0.01)
         except TensorliftError:
             raised += 1
-        assert usable(group)
+        assert ranks.usable(group)
     return raised
 
 
@@ -80,7 +72,7 @@ def without_the_answer(rank: int, path: str) -> Any:
     with pytest.raises(KeyboardInterrupt if rank == 1 else PeerError):
         load(path, group)
     Board._wait = plain_wait  # type: ignore[method-assign]
-    return [usable(group), load(path, group)]
+    return [ranks.usable(group), load(path, group)]
 
 
 def before_it_came(rank: int, path: str) -> Any:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import tensorlift
 from support import ranks
-from support.checkpoints import random_row, write_safetensors
 
 KIB = 1 << 10
 
@@ -23,8 +22,7 @@ KIB = 1 << 10
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: pytest.TempPathFactory) -> str:
     """32 tensors of 64 KiB: with that capacity, an arena each."""
-    rows = {f"t{k:02}": random_row("U8", [64 * KIB], k) for k in range(32)}
-    return str(write_safetensors(tmp_path_factory.mktemp("even") / "model.safetensors", rows))
+    return ranks.even(tmp_path_factory.mktemp("even"))
 
 
 def dropped(rank: int, path: str, how: str) -> Any:

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import tensorlift
 from support import ranks
-from support.checkpoints import random_row, write_safetensors
 from support.leaks import nothing_left
 from tensorlift.distributed.communicator import Communicator
 from tensorlift.distributed.meeting import Meeting
@@ -30,14 +28,7 @@ ARENA: dict[str, Any] = {"arena_size": 64 * KIB, "buffer_size": 128 * KIB, "exch
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """32 tensors, an arena each."""
-    rows = {f"t{k:02}": random_row("U8", [64 * KIB], k) for k in range(32)}
-    return str(write_safetensors(tmp_path_factory.mktemp("ranks") / "model.safetensors", rows))
-
-
-def usable(group: Any = None) -> bool:
-    value = torch.ones(1)
-    dist.all_reduce(value, group=group)
-    return int(value) == dist.get_world_size()
+    return ranks.even(tmp_path_factory.mktemp("ranks"))
 
 
 def load(path: str, group: Any = "world") -> int:
@@ -105,7 +96,7 @@ def interrupted(rank: int, path: str, where: str) -> Any:
     with pytest.raises(KeyboardInterrupt if rank == 1 else PeerError) as raised:
         load(path, group)
     # The caller's group is as it was, and so are loads over it.
-    return [str(raised.value), usable(group), load(path, group)]
+    return [str(raised.value), ranks.usable(group), load(path, group)]
 
 
 @pytest.mark.parametrize("where", ["before", "after", "wait"])

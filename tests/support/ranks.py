@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from support import child, hosts
+from support.checkpoints import random_row, write_safetensors
 
 # Seconds after which a rank writes down where it is, for the message of a test that waits in vain.
 STUCK = 40
@@ -62,6 +63,22 @@ def run(
     file, name = function.__code__.co_filename, function.__name__
     found = child.call(_world, file, name, world, arguments, store, on_hosts, seconds, seconds=seconds + 30)
     return [Outcome(**outcome) for outcome in found]
+
+
+def even(folder: Path) -> str:
+    """A file of 32 tensors of 64 KiB: with that capacity, an arena each."""
+    rows = {f"t{k:02}": random_row("U8", [64 << 10], k) for k in range(32)}
+    return str(write_safetensors(folder / "model.safetensors", rows))
+
+
+def usable(group: Any = None) -> bool:
+    """In a rank: whether a group, or the world, still does what it should; all its ranks call this."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.ones(1)
+    dist.all_reduce(value, group=None if isinstance(group, str) else group)
+    return int(value) == dist.get_world_size()
 
 
 def values(function: Callable[..., Any], world: int, *arguments: Any, **named: Any) -> list[Any]:
