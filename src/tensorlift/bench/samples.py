@@ -45,7 +45,8 @@ class Contender:
     tells: bool = False
     """``work`` gives the seconds, as the bare loops do, which have a clock of their own."""
     rival: bool = False
-    """Another loader: its failure is noted and ends it alone, and it runs fewer times if it is slow."""
+    """Not ours, another loader above all: its failure is noted and ends it alone, and it runs fewer times if
+    it is slow."""
     failed: str = ""
 
     @property
