@@ -30,7 +30,7 @@ extern "C" {
 #endif
 
 /* Raised with every change of a structure or a meaning. */
-#define TL_ABI_VERSION 3u
+#define TL_ABI_VERSION 4u
 
 typedef enum tl_status {
     TL_OK = 0,
@@ -339,8 +339,9 @@ typedef struct tl_headers tl_headers;
 TL_API void tl_headers_begin(const char *paths, uint64_t count, const char *codes, const uint8_t *bits,
                              uint32_t threads, uint32_t ahead, tl_headers **headers);
 
-/* Whether a file's header can be taken. wait: within so many milliseconds; without threads, it reads the file. Blocks. */
-TL_API int32_t tl_headers_ready(tl_headers *headers, uint64_t file);
+/* Whether a file's header can be taken within so many milliseconds. ready: only waits for the threads, so that a caller may
+ * keep a lock for a few. wait: without threads, it reads the file. Blocks. */
+TL_API int32_t tl_headers_ready(tl_headers *headers, uint64_t file, uint32_t milliseconds);
 TL_API int32_t tl_headers_wait(tl_headers *headers, uint64_t file, uint32_t milliseconds);
 
 /* Once for each file, when it is ready. The header is the caller's to free; there is none where the file could not be read

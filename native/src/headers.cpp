@@ -127,10 +127,13 @@ struct tl_headers {
                                  [&] { return files_[at].done; });
     }
 
-    bool ready(size_t at) {
+    // Reads nothing itself: without threads there is nothing to wait for.
+    bool ready(size_t at, uint32_t milliseconds) {
         if (gone()) return true;
-        std::lock_guard<std::mutex> lock(mutex_);
-        return files_[at].done;
+        std::unique_lock<std::mutex> lock(mutex_);
+        if (threads_.empty()) return files_[at].done;
+        return arrived_.wait_for(lock, std::chrono::milliseconds(milliseconds),
+                                 [&] { return files_[at].done; });
     }
 
     std::unique_ptr<tl_header> take(size_t at) {
@@ -197,8 +200,8 @@ void tl_headers_begin(const char *paths, uint64_t count, const char *codes, cons
     *headers = nullptr;  // no memory
 }
 
-int32_t tl_headers_ready(tl_headers *headers, uint64_t file) {
-    return headers->ready(file);
+int32_t tl_headers_ready(tl_headers *headers, uint64_t file, uint32_t milliseconds) {
+    return headers->ready(file, milliseconds);
 }
 
 int32_t tl_headers_wait(tl_headers *headers, uint64_t file, uint32_t milliseconds) {

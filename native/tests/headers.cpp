@@ -113,7 +113,7 @@ TEST(files_are_read_in_order_with_any_number_of_threads) {
     for (std::uint32_t threads : {0u, 1u, 4u, 64u}) {
         tl_headers *headers = begin(files, threads);
         for (std::uint64_t k = 0; k < files.count; k++) {
-            while (!tl_headers_ready(headers, k)) tl_headers_wait(headers, k, 100);
+            while (!tl_headers_ready(headers, k, 2)) tl_headers_wait(headers, k, 100);
             std::uint64_t facts[TL_HEADER_FACTS] = {};
             tl_headers_take(headers, k, facts);
             REQUIRE_EQ(facts[TL_HEADER_HANDLE] != 0, k % 7 != 0);

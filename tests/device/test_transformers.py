@@ -118,7 +118,8 @@ def test_device_maps(where: Any, tmp_path: Path) -> None:
     with fast_loading() as loads:
         mine = models.auto("llama").from_pretrained(folder, device_map=where)
     models.assert_equal(mine, plain)
-    assert mine.hf_device_map == plain.hf_device_map
+    # 5.17 says nothing of one device.
+    assert getattr(mine, "hf_device_map", None) == getattr(plain, "hf_device_map", None)
     assert loads.stats.bytes == models.data_bytes(folder)
 
 

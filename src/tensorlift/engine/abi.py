@@ -26,7 +26,7 @@ __all__ = [
     "Options", "RefusedError", "Stats", "Status", "library", "pread",
 ]  # fmt: skip
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 BACKEND_CODES = {name: code for code, name in enumerate(BACKENDS)}
 DEVICE_CPU, DEVICE_CUDA, DEVICE_HIP = 0, 1, 2
 OPTION_TRACE, OPTION_WARM, OPTION_KEEP, DIGEST_BYTES = 1, 2, 4, 16
@@ -163,7 +163,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
     "tl_header_text": (ctypes.py_object, (_ptr,), False),
     "tl_header_free": (None, (_ptr,), False),
     "tl_headers_begin": (None, (_text, _u64, _text, _text, _u32, _u32, _ptr), False),
-    "tl_headers_ready": (_i32, (_ptr, _u64), False),
+    "tl_headers_ready": (_i32, (_ptr, _u64, _u32), False),
     "tl_headers_wait": (_i32, (_ptr, _u64, _u32), True),
     "tl_headers_take": (None, (_ptr, _u64, _ptr), False),
     "tl_headers_end": (None, (_ptr,), True),
