@@ -1,5 +1,5 @@
 # One word each; every target sets up what it needs: Debian packages, .venv, the native library.
-.PHONY: help demo test check bench engines build format wheel docs clean
+.PHONY: help demo test check bench smoke engines build format wheel docs clean
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := build/native
 ENGINES ?= build/engines
+IN_ENGINES = TENSORLIFT_TEST_VLLM=$(abspath $(ENGINES))/vllm/bin/python TENSORLIFT_TEST_SGLANG=$(abspath $(ENGINES))/sglang/bin/python
 LIBRARY := $(NATIVE)/libtensorlift.so
 LINK := src/tensorlift/libtensorlift.so
 NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f 2>/dev/null)
@@ -38,10 +39,13 @@ check: $(LIBRARY) $(VENV)/.dev  ## style, types, import directions, sizes, docs 
 bench: $(LIBRARY) $(VENV)/.dev  ## measure against this machine's ceilings; writes benchmarks/results/
 	$(BIN)/python -m tensorlift.bench $(ARGS)
 
+smoke: $(LIBRARY) $(VENV)/.dev  ## real engines on a CPU: builds their environments (ENGINES=folder), starts each a few times
+	tools/engines.sh $(ENGINES)
+	$(IN_ENGINES) $(BIN)/python -m pytest tests/engines/test_start.py $(ARGS)
+
 engines: $(LIBRARY) $(VENV)/.dev  ## real engines on a CPU: builds their environments (ENGINES=folder), runs the matrix
 	tools/engines.sh $(ENGINES)
-	TENSORLIFT_TEST_VLLM=$(abspath $(ENGINES))/vllm/bin/python TENSORLIFT_TEST_SGLANG=$(abspath $(ENGINES))/sglang/bin/python \
-		$(BIN)/python -m pytest tests/engines $(ARGS)
+	$(IN_ENGINES) $(BIN)/python -m pytest tests/engines $(ARGS)
 	$(BIN)/python benchmarks/engines_vllm.py $(abspath $(ENGINES))/vllm/bin/python --out build/engines-vllm.json
 	$(BIN)/python benchmarks/engines_sglang.py $(abspath $(ENGINES))/sglang/bin/python --out build/engines-sglang.json
 

@@ -8,13 +8,9 @@ what was compared. Exits 1 where a row is not as it should be. Tests of the same
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from itertools import chain
 from pathlib import Path
@@ -23,8 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support import engines  # noqa: E402
-from tensorlift.bench import machine  # noqa: E402
+from support import engine_report, engines  # noqa: E402
 
 MODELS = ("llama", "qwen2tied")
 FP8 = {"capability": [9, 0]}  # is asked for, and never used: nothing is computed
@@ -35,7 +30,7 @@ SHARED = re.compile(r"embed_tokens|lm_head")  # a draft's are its target's, and 
 def loads(runs: Any, models: Path, ranks: int) -> list[dict[str, Any]]:
     """Loads by one rank or several: each compared with the plain one of its model, on each rank."""
     records = []
-    for model in MODELS if ranks == 1 else MODELS[:1]:
+    for model in MODELS:
         jobs = runs.loading_jobs(models / model)
         for name, more in LOADED_ONLY.items() if model == MODELS[0] else ():
             for kind in ("safetensors", "tensorlift"):
@@ -102,43 +97,19 @@ def servers(runs: Any, models: Path, folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def version(python: str) -> str:
-    """Of the engine."""
-    code = "from importlib.metadata import version; print(version('sglang'))"
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    return f"SGLang {found.stdout.strip()}"
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("python")
-    parser.add_argument("--out", type=Path)
+    parser = engine_report.parser(__doc__)
     parser.add_argument("--no-servers", action="store_true")
     asked = parser.parse_args()
     os.environ["TENSORLIFT_TEST_SGLANG"] = asked.python
     from support import sglang_runs as runs
 
-    begin, load_before = time.perf_counter(), os.getloadavg()
-    with tempfile.TemporaryDirectory() as temporary:
-        models = runs.make_models(Path(temporary))
+    def measure(folder: Path) -> list[dict[str, Any]]:
+        models = runs.make_models(folder)
         records = loads(runs, models, 1) + loads(runs, models, 2)
-        if not asked.no_servers:
-            records += servers(runs, models, Path(temporary))
-        # The folder is this run's own; where it was says nothing.
-        text = json.dumps(records, indent=1).replace(temporary, "FOLDER")
-    for record in json.loads(text):
-        print(f"{'ok ' if record['ok'] else 'BAD'} {record['row']}  {record.get('error', '')[:100]}")
-    report = {
-        "machine": machine.facts(),
-        "command": ["benchmarks/engines_sglang.py", *(["--no-servers"] if asked.no_servers else [])],
-        "load_average": {"before": load_before, "after": os.getloadavg()},
-        "engine": version(asked.python),
-        "rows": json.loads(text),
-    }
-    report["seconds"] = time.perf_counter() - begin
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if all(record["ok"] for record in report["rows"]) else 1
+        return records if asked.no_servers else records + servers(runs, models, folder)
+
+    return engine_report.report(asked, "benchmarks/engines_sglang.py", "sglang", measure)
 
 
 if __name__ == "__main__":

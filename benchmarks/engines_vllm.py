@@ -8,21 +8,14 @@ be. Tests of the same kind, fewer of them, are in tests/engines.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support import engines  # noqa: E402
-from tensorlift.bench import machine  # noqa: E402
+from support import engine_report, engines  # noqa: E402
 from tensorlift.options import HOST_BACKENDS  # noqa: E402
 
 MODELS, LOADED_ONLY = ("llama", "qwen2tied"), ("moe", "fp8")
@@ -101,35 +94,33 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     return greatest
 
 
-def two_ranks(python: str, tiny: Path, folder: Path) -> list[dict[str, Any]]:
+def two_ranks(python: str, model: Path, folder: Path) -> list[dict[str, Any]]:
     """Starts of two ranks: workers are processes of vLLM's, whose lines are in what it prints."""
-    jobs = [
-        {"model": str(tiny / "llama"), "load_format": load_format, "do": "generate", "tp": 2, "extra": extra}
-        for load_format, extra in (
-            ("safetensors", None),
-            ("tensorlift", None),
-            ("tensorlift", {"exchange": "gather"}),
-        )
-    ]
-    done, text = engines.run_jobs(
-        python, "vllm_jobs.py", jobs, folder, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, timeout=1800
-    )
+    ours: dict[str, dict[str, Any]] = {
+        "defaults": {},
+        "gather": {"extra": {"exchange": "gather"}},
+        "MMAP, chunk 8388608, depth 2, environment against it": {"extra": EXTRA, "environ": CONFLICT},
+        **{backend: {"extra": {"backend": backend}} for backend in HOST_BACKENDS},
+    }
+    every = {"model": str(model), "do": "generate", "tp": 2}
+    jobs = {"safetensors": {**every, "load_format": "safetensors"}}
+    jobs |= {name: {**every, "load_format": "tensorlift", **more} for name, more in ours.items()}
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    done, text = engines.run_jobs(python, "vllm_jobs.py", list(jobs.values()), folder, binding, timeout=3600)
     lines = [
         line[line.index("tensorlift: rank") :] for line in text.splitlines() if "tensorlift: rank" in line
     ]
-    whole = f" {engines.data_bytes(tiny / 'llama')} bytes "
     found = []
-    for job, result in zip(jobs, done, strict=True):
+    for (name, job), result in zip(jobs.items(), done, strict=True):
         same = "error" not in result and result["outputs"] == done[0].get("outputs")
-        record = {"row": "llama: two ranks", **job, "model": "llama", "ok": same}
-        record |= {
-            key: result[key]
-            for key in ("load_seconds", "ready_seconds", "kv_tokens", "error")
-            if key in result
-        }
-        found.append(record)
-    proof = len(lines) == 4 and all(whole in line for line in lines)
-    return [*found, {"row": "llama: two ranks, lines of both", "ok": proof, "log": lines}]
+        record = {"row": f"{model.name}: two ranks, {name}", **job, "model": model.name, "ok": same}
+        if same:
+            record["greatest_difference"] = difference(result, done[0])
+        kept = ("load_seconds", "ready_seconds", "kv_tokens", "error")
+        found.append(record | {key: result[key] for key in kept if key in result})
+    whole = f" {engines.data_bytes(model)} bytes "
+    proof = len(lines) == 2 * len(ours) and all(whole in line for line in lines)
+    return [*found, {"row": f"{model.name}: two ranks, lines of both", "ok": proof, "log": lines}]
 
 
 def expert_parallel(python: str, tiny: Path, folder: Path) -> list[dict[str, Any]]:
@@ -157,45 +148,24 @@ def expert_parallel(python: str, tiny: Path, folder: Path) -> list[dict[str, Any
     return found
 
 
-def version(python: str) -> str:
-    """Of the engine."""
-    code = "from importlib.metadata import version; print(version('vllm-cpu'))"
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    return f"vLLM {found.stdout.strip()}"
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("python")
-    parser.add_argument("--out", type=Path)
+    parser = engine_report.parser(__doc__)
     parser.add_argument("--one-rank", action="store_true")
     asked = parser.parse_args()
-    begin, load_before = time.perf_counter(), os.getloadavg()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+
+    def measure(folder: Path) -> list[dict[str, Any]]:
         tiny = engines.tiny(asked.python, folder)
         jobs = rows(tiny)
         results, _ = engines.run_jobs(asked.python, "vllm_jobs.py", list(jobs.values()), folder, timeout=3000)
         done = dict(zip(jobs, results, strict=True))
         records = [judged(name, jobs[name], result, done) for name, result in done.items()]
-        if not asked.one_rank:
-            records += two_ranks(asked.python, tiny, folder)
-            records += expert_parallel(asked.python, tiny, folder)
-        # The folder is this run's own; where it was says nothing.
-        text = json.dumps(records, indent=1).replace(temporary, "FOLDER")
-    for record in json.loads(text):
-        print(f"{'ok ' if record['ok'] else 'BAD'} {record['row']}  {record.get('error', '')[:100]}")
-    report = {
-        "machine": machine.facts(),
-        "command": ["benchmarks/engines_vllm.py", *(["--one-rank"] if asked.one_rank else [])],
-        "load_average": {"before": load_before, "after": os.getloadavg()},
-        "engine": version(asked.python),
-        "rows": json.loads(text),
-    }
-    report["seconds"] = time.perf_counter() - begin
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if all(record["ok"] for record in report["rows"]) else 1
+        if asked.one_rank:
+            return records
+        for model in MODELS:
+            records += two_ranks(asked.python, tiny / model, folder)
+        return records + expert_parallel(asked.python, tiny, folder)
+
+    return engine_report.report(asked, "benchmarks/engines_vllm.py", "vllm-cpu", measure)
 
 
 if __name__ == "__main__":
