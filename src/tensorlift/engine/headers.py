@@ -21,8 +21,8 @@ _CODES = "".join(f"{dtype.code} " for dtype in ALL).encode()
 _BITS = bytes(dtype.bits for dtype in ALL)
 # The places of an array of facts: TL_HEADER_HANDLE and those behind it.
 _HANDLE, _PLAIN, _NBYTES, _COUNT, _TILED, _BEGIN, _END, _FILE_BYTES, _DEVICE, _INODE, _FACTS = range(11)
-# Waiting so long keeps the GIL, which Python code may keep for 5 ms: giving it away for a header that comes at
-# once would cost up to those 5 ms where another thread never rests.
+# Waiting so long keeps the GIL, which Python code may keep for 5 ms: giving it away for a header that comes
+# at once would cost up to those 5 ms where another thread never rests.
 _SHORT_MILLISECONDS = 2
 # A wait returns this often, so that Ctrl-C comes through.
 _SLICE_MILLISECONDS = 100
