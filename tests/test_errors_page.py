@@ -24,6 +24,7 @@ from tensorlift.distributed.board import Failure as BoardFailure
 from tensorlift.engine import abi
 from tensorlift.engine.abi import Status
 from tensorlift.engine.failures import Failure, exception_of
+from tensorlift.forking.manifest import Manifest, ModelKey, Region, Tensor, decode, encode, layout_digest
 from tensorlift.format.checkpoint import Shard
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "errors.md").read_text(encoding="utf-8")
@@ -88,6 +89,15 @@ def peer_failed() -> None:
     raise BoardFailure(3, "error", f"rank 3 failed: ReadError: {FILE}: Input/output error").error()
 
 
+def lying_seed() -> None:
+    tensors = (Tensor("layer.weight", "float16", (4096,), (1,), 0, 0),)
+    lying = Manifest(
+        instance="0" * 32, epoch=0, key=ModelKey(model="m"), layout=layout_digest(tensors),
+        regions=(Region(4096),), tensors=tensors,
+    )  # fmt: skip
+    decode(encode(lying), "http://10.0.0.7:8000")
+
+
 def closed_weights() -> None:
     weights = tensorlift.open(good())
     weights.close()
@@ -125,6 +135,7 @@ EXAMPLES: dict[str, Callable[[], object]] = {
         [[File(FILE, 8336, "")], [File(FILE, 8344, "")]], lambda rank: f"rank {rank}"
     ),
     "PeerError": peer_failed,
+    "ManifestError": lying_seed,
     "RequestError": closed_weights,
     "OptionError": lambda: tensorlift.load(good(), chunk_size="5"),
     "DeviceError": lambda: tensorlift.load(good(), device="toaster"),

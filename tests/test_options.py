@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tensorlift import options
 from tensorlift.errors import OptionError
-from tensorlift.options import BACKENDS, LoadOptions, parse_size
+from tensorlift.options import BACKENDS, LoadOptions, parse_rate, parse_size
 
 SIZES = ["slot_size", "pinned_bytes", "arena_size", "buffer_size", "chunk_size"]
 COUNTS = ["io_depth", "threads"]
@@ -174,3 +174,14 @@ def test_every_variable_that_is_read_is_known() -> None:
     }
     known = {LoadOptions.variable(field.name) for field in dataclasses.fields(LoadOptions)}
     assert named - known - set(options._NO_SETTINGS) <= {options._PREFIX, options._OF_TESTS}
+
+
+def test_rates() -> None:
+    assert parse_rate("50GB/s", "x") == 50_000_000_000
+    assert parse_rate(" 1.5MiB/s ", "x") == 1_572_864
+
+
+@pytest.mark.parametrize("value", ["50GB", "fast/s", "/s", "0GB/s", 5, None])
+def test_what_is_no_rate(value: object) -> None:
+    with pytest.raises(OptionError, match=r'expected a rate: a size a second, such as "50GB/s"'):
+        parse_rate(value, "x")

@@ -16,6 +16,7 @@
     |- RanksError                       ranks that load together cannot go on
     |  |- DisagreementError             they were asked for different things
     |  '- PeerError                     another rank failed, left or is gone
+    |- ManifestError                    what a running instance says of its weights is not right
     '- RequestError                     what was asked for cannot be done (also a ValueError)
        |- OptionError                   an unknown option or a value that does not fit
        |- DeviceError                   a device that is not there or not supported
@@ -41,6 +42,7 @@ __all__ = [
     "HeaderError",
     "LibraryError",
     "MachineError",
+    "ManifestError",
     "MismatchError",
     "OptionError",
     "OutOfMemoryError",
@@ -125,6 +127,10 @@ class PeerError(RanksError):
     def __reduce__(self) -> tuple[type[PeerError], tuple[str, int]]:
         """With the rank, which an exception's own pickle would lose."""
         return type(self), (str(self), self.rank)
+
+
+class ManifestError(TensorliftError):
+    """What a running instance publishes about its weights is no manifest, or contradicts itself."""
 
 
 class RequestError(TensorliftError, ValueError):

@@ -18,7 +18,7 @@ from typing import Any
 
 from tensorlift.errors import OptionError
 
-__all__ = ["BACKENDS", "HOST_BACKENDS", "LoadOptions", "parse_size"]
+__all__ = ["BACKENDS", "HOST_BACKENDS", "LoadOptions", "parse_rate", "parse_size"]
 
 # In the order of tl_backend.
 BACKENDS = ("AUTO", "PREAD", "URING", "MMAP", "URING_BUFFERED", "AIO", "AIO_BUFFERED", "BUFFERED", "CUFILE")
@@ -61,6 +61,18 @@ def parse_size(value: object, name: str) -> int:
     if nbytes is None or not 0 < nbytes <= _LARGEST_SIZE:
         raise OptionError(f"{name} is {value!r}; expected {_SIZE_FORM}")
     return nbytes
+
+
+def parse_rate(value: object, name: str) -> int:
+    """Bytes a second of text such as ``"50GB/s"``; ``name`` is what an OptionError calls it."""
+    size = value.strip().removesuffix("/s") if isinstance(value, str) else ""
+    try:
+        if not isinstance(value, str) or size == value.strip():
+            raise OptionError(name)
+        return parse_size(size, name)
+    except OptionError:
+        form = 'a rate: a size a second, such as "50GB/s"'
+        raise OptionError(f"{name} is {value!r}; expected {form}") from None
 
 
 def _parse_read(value: object, name: str) -> int:

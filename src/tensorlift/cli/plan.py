@@ -10,9 +10,8 @@ import typer
 from rich.table import Table
 
 from tensorlift.cli.console import data_console, guarded, number
-from tensorlift.errors import OptionError
 from tensorlift.format.quoting import plural
-from tensorlift.options import parse_size
+from tensorlift.options import parse_rate
 from tensorlift.plan.prediction import DEFAULT_RATES, Prediction, Rates, Work, best, predict
 from tensorlift.stats import human_bytes
 
@@ -57,9 +56,7 @@ def command(
 ) -> None:
     """Predict how several ranks load a checkpoint best; reads headers only."""
     given = {"storage": storage, "host": host, "link": link, "peer": peer, "network": network}
-    rates = Rates(
-        **{name: _parse_rate(text, "--" + name) for name, text in given.items() if text is not None}
-    )
+    rates = Rates(**{name: parse_rate(text, "--" + name) for name, text in given.items() if text is not None})
     from tensorlift import sources  # numpy and msgspec only when needed
 
     checkpoint = sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths, download=False))
@@ -71,16 +68,6 @@ def command(
         print(json.dumps(facts, indent=2))
     else:
         _print(facts, len(checkpoint))
-
-
-def _parse_rate(text: str, name: str) -> int:
-    size = text.strip().removesuffix("/s")
-    try:
-        if size == text.strip():
-            raise OptionError(name)
-        return parse_size(size, name)
-    except OptionError:
-        raise OptionError(f'{name} is {text!r}; expected a rate: a size a second, such as "50GB/s"') from None
 
 
 def _work(checkpoint: Checkpoint, ranks: int, tp: bool) -> Work:

@@ -1,0 +1,137 @@
+"""The bytes that a fork still lacks: chunks that sources pull from one queue, each done once.
+
+A source is a seed, or the files of a checkpoint. What one of them has not brought, or has brought wrongly,
+goes back into the queue for others; when nobody is left who may bring it, it is what the caller has to get
+elsewhere. What was brought and verified stays done, whatever becomes of its source.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tensorlift.plan.extents import Extents, merge_extents
+
+__all__ = ["Chunk", "ChunkQueue", "cut"]
+
+
+class Chunk(NamedTuple):
+    """Bytes [offset, offset + nbytes) of a region."""
+
+    region: int
+    offset: int
+    nbytes: int
+
+
+def cut(region: int, wanted: Extents, chunk_bytes: int) -> list[Chunk]:
+    """What is wanted of a region, each byte once, in chunks of at most so many bytes."""
+    starts, stops = merge_extents(wanted)
+    return [
+        Chunk(region, at, min(chunk_bytes, stop - at))
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        for at in range(start, stop, chunk_bytes)
+    ]
+
+
+@dataclass(slots=True)
+class _State:
+    chunk: Chunk
+    failed: set[str] = field(default_factory=set)
+    """Sources that brought it wrongly twice, or are gone."""
+    holder: str | None = None
+    done_by: str | None = None
+    attempts: dict[str, int] = field(default_factory=dict)
+
+
+class ChunkQueue:
+    """Which chunks wait, are on their way, or are done. No lock of its own; sources are known by name."""
+
+    ATTEMPTS = 2
+    """Of one source at one chunk."""
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        """All wait, in this order."""
+        self._states = [_State(chunk) for chunk in chunks]
+        self._waiting = deque(range(len(self._states)))
+        self._gone: set[str] = set()
+        self.moved_bytes: dict[str, int] = {}
+        """By source, what came over the wire, right or wrong."""
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is lacking."""
+        return not self._waiting and all(state.done_by is not None for state in self._states)
+
+    def take(self, source: str) -> int | None:
+        """The number of a chunk for this source to bring; None where there is none for it now."""
+        if source in self._gone:
+            return None
+        for _ in range(len(self._waiting)):
+            number = self._waiting.popleft()
+            state = self._states[number]
+            if source not in state.failed:
+                state.holder = source
+                state.attempts[source] = state.attempts.get(source, 0) + 1
+                return number
+            self._waiting.append(number)
+        return None
+
+    def chunk(self, number: int) -> Chunk:
+        """By its number."""
+        return self._states[number].chunk
+
+    def done(self, number: int, source: str) -> None:
+        """It was brought and verified."""
+        state = self._held(number, source)
+        state.holder, state.done_by = None, source
+        self._count(source, state.chunk.nbytes)
+
+    def wrong(self, number: int, source: str, moved_bytes: int) -> None:
+        """It was brought wrongly or in part: again, and from somebody else after that."""
+        state = self._held(number, source)
+        state.holder = None
+        self._count(source, moved_bytes)
+        if state.attempts[source] >= self.ATTEMPTS:
+            state.failed.add(source)
+        self._waiting.appendleft(number)
+
+    def leave(self, source: str) -> None:
+        """The source is gone or too slow: what it holds goes back, what it has done stays."""
+        self._gone.add(source)
+        for number, state in enumerate(self._states):
+            if state.holder == source:
+                state.holder = None
+                self._waiting.appendleft(number)
+
+    def lacking(self, sources: Iterable[str]) -> list[Chunk]:
+        """Chunks that wait and that none of these sources may bring any more."""
+        left = set(sources) - self._gone
+        return [self._states[number].chunk for number in self._waiting if left <= self._states[number].failed]
+
+    def start_again(self) -> None:
+        """The weights have another version: nothing that was brought counts any more."""
+        self._waiting = deque(range(len(self._states)))
+        for number, state in enumerate(self._states):
+            self._states[number] = _State(state.chunk)
+
+    def bytes_by_source(self) -> dict[str, int]:
+        """What is done, by who brought it."""
+        found: dict[str, int] = {}
+        for state in self._states:
+            if state.done_by is not None:
+                found[state.done_by] = found.get(state.done_by, 0) + state.chunk.nbytes
+        return found
+
+    def _count(self, source: str, nbytes: int) -> None:
+        self.moved_bytes[source] = self.moved_bytes.get(source, 0) + nbytes
+
+    def _held(self, number: int, source: str) -> _State:
+        state = self._states[number]
+        if state.holder != source:
+            raise LookupError(f"chunk {number} is not with {source!r}, but with {state.holder!r}")
+        return state

@@ -1,0 +1,57 @@
+"""How fast a seed lets itself be read: a token bucket, whose clock its owner has."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+from tensorlift.errors import OptionError
+from tensorlift.options import parse_rate
+
+__all__ = ["Bucket", "parse_limit"]
+
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+
+
+def parse_limit(value: object, name: str, device_rate: float) -> int | None:
+    """Bytes a second of ``"2GB/s"``, or of ``"25%"`` of the device's rate; None for None, which is no limit.
+
+    Raises OptionError.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and (match := _PERCENT.fullmatch(value)):
+        share = float(match[1])
+        if not 0 < share <= 100:
+            raise OptionError(f"{name} is {value!r}; expected more than 0 % and at most 100 %")
+        return max(1, int(device_rate * share / 100))
+    try:
+        return parse_rate(value, name)
+    except OptionError:
+        raise OptionError(
+            f'{name} is {value!r}; expected a size a second, such as "2GB/s", or a share of the device\'s '
+            'rate, such as "25%"'
+        ) from None
+
+
+class Bucket:
+    """Tokens are bytes: they come in at ``rate`` a second, and at most ``burst`` of them wait.
+
+    Whoever takes more than there are owes them: the next waits until they have come. So a chunk may be larger
+    than the bucket, and over any time no more than rate x time + burst + one chunk goes out.
+    """
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        """``now``: seconds of the clock that take() is asked by; the bucket is full."""
+        self.rate, self.burst = rate, burst
+        self._tokens, self._at = burst, now
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int, now: float) -> float:
+        """Seconds to wait before these bytes may go; they are taken. Never negative."""
+        with self._lock:
+            self._tokens = min(self.burst, self._tokens + max(0.0, now - self._at) * self.rate)
+            self._at = max(self._at, now)
+            wait = max(0.0, -self._tokens / self.rate)
+            self._tokens -= nbytes
+            return wait

@@ -1,0 +1,120 @@
+"""The queue of chunks: each byte once, nothing lost whatever sources do, and no success with a hole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorlift.forking.chunks import Chunk, ChunkQueue, cut
+from tensorlift.plan.extents import Extents
+
+
+def extents(*pairs: tuple[int, int]) -> Extents:
+    return Extents(*(np.array([pair[at] for pair in pairs], np.int64) for at in (0, 1)))
+
+
+@given(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 30)), max_size=8), st.integers(1, 20))
+def test_cutting_covers_each_byte_once(pairs: list[tuple[int, int]], chunk_bytes: int) -> None:
+    chunks = cut(3, extents(*((start, start + size) for start, size in pairs)), chunk_bytes)
+    bytes_ = [byte for chunk in chunks for byte in range(chunk.offset, chunk.offset + chunk.nbytes)]
+    assert len(bytes_) == len(set(bytes_))
+    assert set(bytes_) == {byte for start, size in pairs for byte in range(start, start + size)}
+    assert all(chunk.region == 3 and 0 < chunk.nbytes <= chunk_bytes for chunk in chunks)
+
+
+def queue(count: int = 3) -> ChunkQueue:
+    return ChunkQueue([Chunk(0, 10 * k, 10) for k in range(count)])
+
+
+def test_two_sources_share() -> None:
+    work = queue()
+    assert (work.take("a"), work.take("b"), work.take("a"), work.take("b")) == (0, 1, 2, None)
+    assert not work.is_done
+    for number, source in ((0, "a"), (1, "b"), (2, "a")):
+        work.done(number, source)
+    assert work.is_done
+    assert work.bytes_by_source() == {"a": 20, "b": 10} == work.moved_bytes
+
+
+def test_a_wrong_chunk_comes_again_and_then_from_elsewhere() -> None:
+    work = queue(1)
+    for moved in (10, 4):
+        assert work.take("liar") == 0
+        work.wrong(0, "liar", moved)
+    assert work.take("liar") is None
+    assert work.lacking(["liar"]) == [Chunk(0, 0, 10)]
+    assert work.lacking(["liar", "b"]) == []
+    assert work.take("b") == 0
+    work.done(0, "b")
+    assert work.is_done
+    assert work.moved_bytes == {"liar": 14, "b": 10}
+    assert work.bytes_by_source() == {"b": 10}
+
+
+def test_what_a_lost_source_held_goes_back_and_what_it_did_stays() -> None:
+    work = queue()
+    work.done(work.take("a") or 0, "a")
+    assert work.take("a") == 1
+    work.leave("a")
+    assert work.take("a") is None
+    assert work.lacking(["a"]) == [Chunk(0, 10, 10), Chunk(0, 20, 10)]
+    assert [work.take("b"), work.take("b"), work.take("b")] == [1, 2, None]
+    assert work.bytes_by_source() == {"a": 10}
+
+
+def test_a_late_answer_of_a_lost_source_is_refused() -> None:
+    work = queue(1)
+    assert work.take("a") == 0
+    work.leave("a")
+    with pytest.raises(LookupError):
+        work.done(0, "a")
+    assert work.take("b") == 0
+    with pytest.raises(LookupError):
+        work.wrong(0, "a", 10)
+
+
+def test_another_version_starts_again() -> None:
+    work = queue(2)
+    work.done(work.take("a") or 0, "a")
+    assert work.take("a") == 1
+    work.start_again()
+    with pytest.raises(LookupError):
+        work.done(1, "a")
+    assert work.bytes_by_source() == {}
+    assert [work.take("a"), work.take("a")] == [0, 1]
+
+
+def test_nothing_is_done_at_once() -> None:
+    assert ChunkQueue([]).is_done
+
+
+@given(st.integers(0, 12), st.data())
+def test_nothing_is_lost(count: int, data: st.DataObject) -> None:
+    """Sources that fail, lie and leave: at the end each chunk is done once, or it is said to be lacking."""
+    work, sources, held = queue(count), ["a", "b", "c"], list[tuple[int, str]]()
+    for _ in range(200):
+        act = data.draw(st.sampled_from(["take", "done", "wrong", "leave"]), label="act")
+        source = data.draw(st.sampled_from(sources), label="source")
+        mine = [pair for pair in held if pair[1] == source]
+        if act == "take" and (number := work.take(source)) is not None:
+            assert number not in {other for other, _ in held}
+            held.append((number, source))
+        elif act == "leave" and data.draw(st.integers(0, 20)) == 0:
+            work.leave(source)
+            held = [pair for pair in held if pair[1] != source]
+        elif act in ("done", "wrong") and mine:
+            held.remove(mine[0])
+            if act == "done":
+                work.done(*mine[0])
+            else:
+                work.wrong(*mine[0], moved_bytes=1)
+    for number, source in held:
+        work.done(number, source)
+    for source in sources:
+        while (number := work.take(source)) is not None:
+            work.done(number, source)
+    lacking = sum(chunk.nbytes for chunk in work.lacking(sources))
+    assert sum(work.bytes_by_source().values()) + lacking == 10 * count
+    assert work.is_done == (lacking == 0)
