@@ -20,8 +20,16 @@ FUNCTION_LINES = 60
 CODE = (".py", ".c", ".cpp", ".h", ".hpp")
 # Where the listed module may be imported: prefixes inside the package.
 RESTRICTED = {
-    "ctypes": ("engine/abi.py",),
-    "torch": ("tensors/", "distributed/", "loading.py", "weights.py", "compat.py", "integrations/"),
+    "ctypes": ("engine/abi",),
+    "torch": (
+        "tensors/",
+        "distributed/",
+        "loading.py",
+        "weights.py",
+        "compat.py",
+        "integrations/",
+        "forking/offering.py",
+    ),
 }
 # Where it may be imported inside a function: only when it is needed.
 LATE = {"torch": ("cli/", "bench/")}

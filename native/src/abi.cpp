@@ -1,10 +1,8 @@
 // The C interface: checks what the caller must keep to, and turns failures into the caller's structures.
-#include <exception>
-#include <new>
-
 #include "arena.hpp"
 #include "backends.hpp"
 #include "engine.hpp"
+#include "guard.hpp"
 #include "keeper.hpp"
 #include "residency.hpp"
 #include "shim/driver.hpp"
@@ -18,32 +16,8 @@ namespace {
 
 using tl::Failure;
 using tl::failure;
-
-tl_status report(const Failure &f, tl_error *error) {
-    if (!error || error->struct_size != sizeof(tl_error)) return f.status;
-    error->status = f.status;
-    error->os_errno = f.os_errno;
-    error->driver_code = f.driver_code;
-    error->file = f.file;
-    error->offset = f.offset;
-    error->wanted = f.wanted;
-    error->got = f.got;
-    tl::copy_text(error->message, sizeof error->message, f.message);
-    return f.status;
-}
-
-// Runs a function that returns a Failure; no exception leaves it.
-template <class Function>
-tl_status guarded(tl_error *error, Function function) {
-    if (error && error->struct_size != sizeof(tl_error)) return TL_ERR_ABI;
-    try {
-        return report(function(), error);
-    } catch (const std::bad_alloc &) {
-        return report(failure(TL_ERR_MEMORY, "no host memory"), error);
-    } catch (const std::exception &e) {
-        return report(failure(TL_ERR_INTERNAL, e.what()), error);
-    }
-}
+using tl::guarded;
+using tl::wrong_size;
 
 template <class Function>
 tl_status on_engine(tl_engine *engine, tl_error *error, Function function) {
@@ -53,10 +27,6 @@ tl_status on_engine(tl_engine *engine, tl_error *error, Function function) {
             return failure(TL_ERR_FORKED, "the engine belongs to the parent process");
         return function(engine->engine);
     });
-}
-
-Failure wrong_size(const char *name) {
-    return failure(TL_ERR_ABI, std::string(name) + ".struct_size is not what this library was built with");
 }
 
 tl::Stream stream(uint64_t handle) {

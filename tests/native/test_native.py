@@ -28,6 +28,7 @@ PROGRAMS = [
     "headers",
     "cufile",
     "keeper",
+    "sender",
     "rows",
 ]
 SANITIZERS = {"address,undefined": "asan", "thread": "tsan"}

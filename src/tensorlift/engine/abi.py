@@ -1,4 +1,4 @@
-"""The C interface of the native library (native/include/tensorlift.h): the only module that uses ctypes.
+"""The C interface of the native library (native/include/tensorlift.h).
 
 Calls that may sleep go through CDLL, which lets the GIL go; all others through PyDLL, which keeps it: giving
 it away costs up to 5 ms when another Python thread is busy, and making capsules needs it. The library is
@@ -10,12 +10,29 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tensorlift.engine.abi_types import (
+    Error,
+    FileInfo,
+    Functions,
+    Handle,
+    Options,
+    RefusedError,
+    Stats,
+    Status,
+    ask,
+    bind,
+    i32,
+    ptr,
+    text,
+    u32,
+    u64,
+)
 from tensorlift.engine.events import PATH_NAMES, TRACE_EVENT
 from tensorlift.engine.library import VARIABLE, find_library
 from tensorlift.errors import LibraryError, MachineError, OutOfMemoryError
@@ -30,96 +47,6 @@ ABI_VERSION = 4
 BACKEND_CODES = {name: code for code, name in enumerate(BACKENDS)}
 DEVICE_CPU, DEVICE_CUDA, DEVICE_HIP = 0, 1, 2
 OPTION_TRACE, OPTION_WARM, OPTION_KEEP, DIGEST_BYTES = 1, 2, 4, 16
-
-_u8, _u16, _u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
-_i32, _ptr, _text = ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p
-
-
-class Handle(ctypes.c_void_p):
-    """Where an engine is; empty before it is made and after it is freed, which every function notices.
-
-    Functions take this object, not the address: it is looked at when the call is under way already.
-    """
-
-
-class Status:
-    """The values of tl_status."""
-
-    OK, PENDING, ARGUMENT, ABI, OPEN, READ, TRUNCATED, REPLACED = range(8)
-    BACKEND, DRIVER, MEMORY, CANCELLED, FORKED, INTERNAL = range(8, 14)
-
-
-class _Structure(ctypes.Structure):
-    """A structure of the interface: it starts with its own size."""
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(struct_size=ctypes.sizeof(type(self)), **values)
-
-
-def _each(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-class Error(_Structure):
-    """tl_error."""
-
-    _fields_ = [
-        ("struct_size", _u32),
-        *_each(_i32, "status os_errno driver_code file reserved"),
-        *_each(_u64, "offset wanted got"),
-        ("message", ctypes.c_char * 1024),
-    ]
-
-    @property
-    def text(self) -> str:
-        """The message."""
-        return bytes(self.message).decode("utf-8", "replace")
-
-
-class Options(_Structure):
-    """tl_options."""
-
-    _fields_ = [
-        *_each(_u32, "struct_size abi_version"),
-        *_each(_i32, "device_kind device_index"),
-        *_each(_u64, "chunk_bytes slot_bytes pinned_bytes"),
-        *_each(_u32, "threads io_depth backend_count"),
-        ("backends", _u32 * 16),
-        *_each(_u32, "flags reserved"),
-        ("cpus", _u64 * 16),
-    ]
-
-
-class Stats(_Structure):
-    """tl_stats."""
-
-    _fields_ = [
-        *_each(_u32, "struct_size reserved"),
-        *_each(_u64 * len(PATH_NAMES), "bytes_by_path reads_by_path"),
-        *_each(_u64, "direct_bytes_read bounced_bytes copies"),
-        *_each(_u64, "pinned_bytes pinned_peak_bytes pinned_reused_bytes slot_wait_ns"),
-        *_each(_u32, "threads open_files"),
-        ("notes", ctypes.c_char * 512),
-    ]
-
-
-class FileInfo(_Structure):
-    """tl_file_info."""
-
-    _fields_ = [
-        ("struct_size", _u32),
-        *_each(_i32, "backend cached_path waiting_path"),
-        ("residency", ctypes.c_char * 32),
-        ("fallback", ctypes.c_char * 512),
-    ]
-
-
-class RefusedError(Exception):
-    """A function of an engine answered with an error; not for users, engine.py makes theirs of it."""
-
-    def __init__(self, status: int, error: Error) -> None:
-        super().__init__(status, error.text)
-        self.status, self.error = status, error
 
 
 class CapsuleSpec(NamedTuple):
@@ -136,51 +63,50 @@ class CapsuleSpec(NamedTuple):
 _CAPSULE_TYPES = ("u8", "u1", "u1", "u2", "i4", "i8")
 
 _ERROR = ctypes.POINTER(Error)
-_ARENA = ctypes.POINTER(_ptr), ctypes.POINTER(_u64)
-# name -> (result, arguments, blocks)
-_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
-    "tl_abi_version": (_u32, (), False),
-    "tl_backend_not_built": (_text, (_u32,), False),
-    "tl_backend_probe": (_i32, (_u32, _text, _ERROR), True),
-    "tl_cached_share": (ctypes.c_double, (_text,), True),
-    "tl_driver_probe": (_i32, (_i32, ctypes.POINTER(_i32), _ERROR), True),
-    "tl_engine_create": (_i32, (ctypes.POINTER(Options), ctypes.POINTER(_ptr), _ERROR), True),
-    "tl_pinned_release": (_i32, (ctypes.POINTER(_u64), _ERROR), True),
-    "tl_engine_add_file": (_i32, (_ptr, _text, _u64, _u64, _u64, ctypes.POINTER(_i32), _ERROR), False),
-    "tl_engine_submit": (_i32, (_ptr, _ptr, _u64, _u64, ctypes.POINTER(_u64), _ERROR), False),
-    "tl_engine_landed": (ctypes.POINTER(_u64), (_ptr,), False),
-    "tl_engine_wait": (_i32, (_ptr, _u64, _u32, _ERROR), True),
-    "tl_engine_stream_wait": (_i32, (_ptr, _u64, _ERROR), False),
-    "tl_engine_digests": (_i32, (_ptr, _u64, _u64, _ptr, _ERROR), False),
-    "tl_engine_trace": (_i32, (_ptr, _u64, _ptr, _u64, ctypes.POINTER(_u64), _ERROR), True),
-    "tl_digest": (None, (_ptr, _u64, _ptr), False),
-    "tl_engine_stats": (_i32, (_ptr, ctypes.POINTER(Stats), _ERROR), False),
-    "tl_engine_file_info": (_i32, (_ptr, _i32, ctypes.POINTER(FileInfo), _ERROR), False),
-    "tl_engine_cancel": (_i32, (_ptr, _ERROR), False),
-    "tl_engine_destroy": (_i32, (_ptr, _ERROR), True),
-    "tl_header_scan": (None, (_text, _u64, _text, _text, _ptr), True),
-    "tl_header_lists": (ctypes.py_object, (_ptr, _ptr, _ptr, _ptr), False),
-    "tl_header_text": (ctypes.py_object, (_ptr,), False),
-    "tl_header_free": (None, (_ptr,), False),
-    "tl_headers_begin": (None, (_text, _u64, _text, _text, _u32, _u32, _ptr), False),
-    "tl_headers_ready": (_i32, (_ptr, _u64, _u32), False),
-    "tl_headers_wait": (_i32, (_ptr, _u64, _u32), True),
-    "tl_headers_take": (None, (_ptr, _u64, _ptr), False),
-    "tl_headers_end": (None, (_ptr,), True),
-    "tl_arena_host": (_i32, (_u64, *_ARENA, _ERROR), False),
-    "tl_arena_adopt": (_i32, (_ptr, _i32, _i32, _u64, *_ARENA, _ERROR), False),
-    "tl_arena_record_stream": (_i32, (_u64, _u64, _ERROR), False),
-    "tl_arena_release": (None, (_ptr,), False),
-    "tl_arena_live": (_u64, (), False),
-    "tl_arena_capsules": (ctypes.py_object, (_ptr, _u64, _u64, *[_ptr] * 6, _i32, _i32), False),
+_ARENA = ctypes.POINTER(ptr), ctypes.POINTER(u64)
+_FUNCTIONS: Functions = {
+    "tl_abi_version": (u32, (), False),
+    "tl_backend_not_built": (text, (u32,), False),
+    "tl_backend_probe": (i32, (u32, text, _ERROR), True),
+    "tl_cached_share": (ctypes.c_double, (text,), True),
+    "tl_driver_probe": (i32, (i32, ctypes.POINTER(i32), _ERROR), True),
+    "tl_engine_create": (i32, (ctypes.POINTER(Options), ctypes.POINTER(ptr), _ERROR), True),
+    "tl_pinned_release": (i32, (ctypes.POINTER(u64), _ERROR), True),
+    "tl_engine_add_file": (i32, (ptr, text, u64, u64, u64, ctypes.POINTER(i32), _ERROR), False),
+    "tl_engine_submit": (i32, (ptr, ptr, u64, u64, ctypes.POINTER(u64), _ERROR), False),
+    "tl_engine_landed": (ctypes.POINTER(u64), (ptr,), False),
+    "tl_engine_wait": (i32, (ptr, u64, u32, _ERROR), True),
+    "tl_engine_stream_wait": (i32, (ptr, u64, _ERROR), False),
+    "tl_engine_digests": (i32, (ptr, u64, u64, ptr, _ERROR), False),
+    "tl_engine_trace": (i32, (ptr, u64, ptr, u64, ctypes.POINTER(u64), _ERROR), True),
+    "tl_digest": (None, (ptr, u64, ptr), False),
+    "tl_engine_stats": (i32, (ptr, ctypes.POINTER(Stats), _ERROR), False),
+    "tl_engine_file_info": (i32, (ptr, i32, ctypes.POINTER(FileInfo), _ERROR), False),
+    "tl_engine_cancel": (i32, (ptr, _ERROR), False),
+    "tl_engine_destroy": (i32, (ptr, _ERROR), True),
+    "tl_header_scan": (None, (text, u64, text, text, ptr), True),
+    "tl_header_lists": (ctypes.py_object, (ptr, ptr, ptr, ptr), False),
+    "tl_header_text": (ctypes.py_object, (ptr,), False),
+    "tl_header_free": (None, (ptr,), False),
+    "tl_headers_begin": (None, (text, u64, text, text, u32, u32, ptr), False),
+    "tl_headers_ready": (i32, (ptr, u64, u32), False),
+    "tl_headers_wait": (i32, (ptr, u64, u32), True),
+    "tl_headers_take": (None, (ptr, u64, ptr), False),
+    "tl_headers_end": (None, (ptr,), True),
+    "tl_arena_host": (i32, (u64, *_ARENA, _ERROR), False),
+    "tl_arena_adopt": (i32, (ptr, i32, i32, u64, *_ARENA, _ERROR), False),
+    "tl_arena_record_stream": (i32, (u64, u64, _ERROR), False),
+    "tl_arena_release": (None, (ptr,), False),
+    "tl_arena_live": (u64, (), False),
+    "tl_arena_capsules": (ctypes.py_object, (ptr, u64, u64, *[ptr] * 6, i32, i32), False),
 }
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype = _ptr
-_capsule_pointer.argtypes = [ctypes.py_object, _text]
+_capsule_pointer.restype = ptr
+_capsule_pointer.argtypes = [ctypes.py_object, text]
 _capsule_rename = ctypes.pythonapi.PyCapsule_SetName
 _capsule_rename.restype = ctypes.c_int
-_capsule_rename.argtypes = [ctypes.py_object, _text]
+_capsule_rename.argtypes = [ctypes.py_object, text]
 # A capsule keeps the pointer to its name, so these must live as long as the process.
 _FRESH, _USED = ctypes.create_string_buffer(b"dltensor"), ctypes.create_string_buffer(b"used_dltensor")
 
@@ -189,21 +115,8 @@ class Abi:
     """The functions of one loaded library, with Python values in and out."""
 
     def __init__(self, path: str) -> None:
-        try:
-            blocking, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
-        except OSError as error:
-            raise LibraryError(f"the native library {path} does not load: {error}") from error
         self.path = path
-        self.call: dict[str, Callable[..., Any]] = {}
-        for name, (result, arguments, blocks) in _FUNCTIONS.items():
-            try:
-                function = getattr(blocking if blocks else quick, name)
-            except AttributeError:
-                raise LibraryError(
-                    f"{path} has no {name}: it is no tensorlift library of this version"
-                ) from None
-            function.restype, function.argtypes = result, list(arguments)
-            self.call[name] = function
+        self.call = bind(path, _FUNCTIONS)
         version = self.call["tl_abi_version"]()
         if version != ABI_VERSION:
             raise LibraryError(
@@ -224,7 +137,7 @@ class Abi:
 
     def driver_probe(self, device_kind: int) -> tuple[int, str | None]:
         """(devices, None) where the driver's library of a kind opens, else (0, why not). Blocks."""
-        count, error = _i32(0), Error()
+        count, error = i32(0), Error()
         status = self.call["tl_driver_probe"](device_kind, ctypes.byref(count), ctypes.byref(error))
         return (count.value, None) if status == Status.OK else (0, error.text or f"status {status}")
 
@@ -233,12 +146,7 @@ class Abi:
         return float(self.call["tl_cached_share"](path))
 
     def _ask(self, name: str, *arguments: Any) -> int:
-        """Calls a function whose last argument is a tl_error; OK or PENDING, else RefusedError."""
-        error = Error()
-        status = int(self.call[name](*arguments, ctypes.byref(error)))
-        if status not in (Status.OK, Status.PENDING):
-            raise RefusedError(status, error)
-        return status
+        return ask(self.call[name], *arguments)
 
     def engine_create(self, options: Options, handle: Handle) -> None:
         """Fills a handle for the functions below. Blocks."""
@@ -246,13 +154,13 @@ class Abi:
 
     def engine_add_file(self, engine: Handle, path: bytes, device: int, inode: int, nbytes: int) -> int:
         """Index of the file for pieces."""
-        index = _i32(-1)
+        index = i32(-1)
         self._ask("tl_engine_add_file", engine, path, device, inode, nbytes, ctypes.byref(index))
         return index.value
 
     def engine_submit(self, engine: Handle, pieces: int, count: int, stream: int) -> int:
         """Ticket of all pieces so far; ``pieces`` is the address of an array of them."""
-        ticket = _u64()
+        ticket = u64()
         self._ask("tl_engine_submit", engine, pieces, count, stream, ctypes.byref(ticket))
         return ticket.value
 
@@ -277,7 +185,7 @@ class Abi:
 
     def engine_trace(self, engine: Handle) -> npt.NDArray[Any]:
         """All events so far, an array of TRACE_EVENT in no order; empty where the engine keeps none."""
-        count = _u64()
+        count = u64()
         self._ask("tl_engine_trace", engine, 0, None, 0, ctypes.byref(count))
         events = np.zeros(count.value, TRACE_EVENT)
         self._ask("tl_engine_trace", engine, 0, events.ctypes.data, len(events), ctypes.byref(count))
@@ -308,13 +216,13 @@ class Abi:
 
     def pinned_release(self) -> int:
         """Bytes of the rings that were kept, and are given back now. Blocks."""
-        nbytes = _u64()
+        nbytes = u64()
         self._ask("tl_pinned_release", ctypes.byref(nbytes))
         return nbytes.value
 
     def arena_host(self, nbytes: int) -> tuple[int, int]:
         """(arena, address) of fresh host memory, zero filled, at a multiple of 64; of 4096 from 64 KiB on."""
-        arena, address, error = _ptr(), _u64(), Error()
+        arena, address, error = ptr(), u64(), Error()
         status = self.call["tl_arena_host"](
             nbytes, ctypes.byref(arena), ctypes.byref(address), ctypes.byref(error)
         )
@@ -327,7 +235,7 @@ class Abi:
         """(arena, address) of the memory of a DLPack capsule, which is used up by this; ``owner``: the stream
         of the device in whose order the memory is used again.
         """
-        arena, address, error = _ptr(), _u64(), Error()
+        arena, address, error = ptr(), u64(), Error()
         given = _capsule_pointer(capsule, _FRESH), kind, index, owner
         status = self.call["tl_arena_adopt"](
             *given, ctypes.byref(arena), ctypes.byref(address), ctypes.byref(error)
@@ -370,7 +278,7 @@ def keep_for_ever(thing: object) -> None:
 
 _pread = ctypes.CDLL(None, use_errno=True).pread64
 _pread.restype = ctypes.c_ssize_t
-_pread.argtypes = [ctypes.c_int, _ptr, ctypes.c_size_t, ctypes.c_int64]
+_pread.argtypes = [ctypes.c_int, ptr, ctypes.c_size_t, ctypes.c_int64]
 
 
 def pread(descriptor: int, address: int, nbytes: int, offset: int) -> int:

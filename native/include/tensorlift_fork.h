@@ -1,0 +1,84 @@
+/* tensorlift: the C interface to weights that pass between processes over sockets.
+ *
+ * The seed serves chunks of its regions of memory, the fork asks for them; see wire.hpp for what goes over the wire.
+ * Both work on connected stream sockets whose peer is known already: shaking hands is the caller's. The rules of
+ * tensorlift.h hold.
+ */
+#ifndef TENSORLIFT_FORK_H
+#define TENSORLIFT_FORK_H
+
+#include "tensorlift.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct tl_region {
+    uint64_t address; /* of host memory, which stays until the sender is destroyed */
+    uint64_t nbytes;
+} tl_region;
+
+/* Serves regions to any number of connections, each by a thread that sleeps while nothing is asked for. */
+typedef struct tl_sender tl_sender;
+
+/* bytes_per_second: of all connections together, 0 for no limit; burst_bytes: of them at once after a rest.
+ * idle_milliseconds: a connection whose peer takes no byte for so long is closed. Begins with epoch 0, open. */
+TL_API tl_status tl_sender_create(const tl_region *regions, uint64_t count, uint64_t bytes_per_second,
+                                  uint64_t burst_bytes, uint32_t idle_milliseconds, tl_sender **sender,
+                                  tl_error *error);
+
+/* Serves a socket, which is the sender's to close from now on, also when it fails. */
+TL_API tl_status tl_sender_serve(tl_sender *sender, int32_t fd, tl_error *error);
+
+/* What is asked for with another epoch is refused from now on; closed (open is 0), all is. A chunk that is being sent is
+ * sent on: its end says that the epoch is over, and whoever reads it throws it away. */
+TL_API tl_status tl_sender_set_epoch(tl_sender *sender, uint64_t epoch, int32_t open, tl_error *error);
+
+typedef struct tl_sender_stats {
+    uint32_t struct_size;
+    uint32_t connections; /* now */
+    uint64_t sent_bytes;
+    uint64_t sent_chunks;
+    uint64_t refused_chunks; /* another epoch, or closed */
+    uint64_t stale_chunks;   /* the epoch went on while they were sent */
+    uint64_t bad_requests;   /* no request, or out of a region: the connection is closed */
+} tl_sender_stats;
+
+TL_API tl_status tl_sender_stats_of(tl_sender *sender, tl_sender_stats *stats, tl_error *error);
+
+/* Closes every connection and waits for its thread: after it no byte of a region is read. Blocks. */
+TL_API tl_status tl_sender_destroy(tl_sender *sender, tl_error *error);
+
+typedef enum tl_chunk_outcome {
+    TL_CHUNK_OK = 0,
+    TL_CHUNK_STALE = 1,  /* the seed is at another epoch, or went on to one while it sent; see seed_epoch */
+    TL_CHUNK_CLOSED = 2, /* the seed updates its weights, or ends */
+    TL_CHUNK_RANGE = 3,  /* the seed has no such bytes */
+    TL_CHUNK_WRONG = 4   /* the bytes do not have the digest that was sent with them */
+} tl_chunk_outcome;
+
+typedef struct tl_chunk {
+    uint32_t struct_size;
+    uint32_t region;
+    uint64_t offset;
+    uint64_t nbytes;
+    uint64_t epoch;
+    uint32_t digest;       /* not 0: the bytes come with their digest, and are compared with it */
+    uint32_t milliseconds; /* TL_ERR_READ if no byte comes for so long */
+    int32_t outcome;       /* tl_chunk_outcome, set where the call returns TL_OK */
+    int32_t
+        verified; /* set with it: not 0 where bytes were compared with a digest, which both sides have to know */
+    uint64_t seed_epoch; /* set with it */
+} tl_chunk;
+
+/* Asks for a chunk and writes it to memory. TL_OK: see outcome; the connection can be used on. TL_ERR_READ: it cannot,
+ * got says how many bytes came. Only with TL_CHUNK_OK is what was written right. Blocks. */
+TL_API tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, uint64_t address, tl_error *error);
+
+/* The digest that a chunk is sent with: XXH3-128 of the digests of its blocks of 1 MiB. Blocks. */
+TL_API void tl_chunk_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,121 @@
+// The C interface of sender and receiver.
+#include <memory>
+
+#include "fork/blocks.hpp"
+#include "fork/sender.hpp"
+#include "guard.hpp"
+
+struct tl_sender {
+    tl_sender(std::vector<tl_region> regions, uint64_t rate, uint64_t burst, uint32_t idle_milliseconds)
+        : sender(std::move(regions), rate, burst, idle_milliseconds) {}
+    tl::Sender sender;
+};
+
+namespace {
+
+using tl::Failure;
+using tl::failure;
+
+template <class Function>
+tl_status on_sender(tl_sender *sender, tl_error *error, Function function) {
+    return tl::guarded(error, [&]() -> Failure {
+        if (!sender) return failure(TL_ERR_ARGUMENT, "no sender");
+        if (sender->sender.forked())
+            return failure(TL_ERR_FORKED, "the sender belongs to the parent process");
+        return function(sender->sender);
+    });
+}
+
+// What the seed answered, where it answered at all.
+Failure fetch(tl::Socket &socket, tl_chunk &chunk, char *to) {
+    const tl::Request request{
+        tl::kRequest, chunk.region, chunk.offset, chunk.nbytes, chunk.epoch, chunk.digest, 0};
+    if (Failure f = socket.send(&request, sizeof request)) return f;
+    tl::Answer answer{};
+    if (Failure f = socket.receive(&answer, sizeof answer)) return f;
+    if (answer.magic != tl::kAnswer || answer.outcome < TL_CHUNK_OK || answer.outcome > TL_CHUNK_RANGE)
+        return failure(TL_ERR_READ, "what came is no answer of a seed");
+    chunk.outcome = answer.outcome;
+    chunk.verified = 0;
+    chunk.seed_epoch = answer.epoch;
+    if (answer.outcome != TL_CHUNK_OK) return {};
+    tl::Blocks blocks(chunk.digest != 0);
+    for (uint64_t at = 0; at < chunk.nbytes; at += tl::kBlock) {
+        const uint64_t nbytes = std::min(tl::kBlock, chunk.nbytes - at);
+        if (Failure f = socket.receive(to + at, nbytes)) {
+            f.got += at;
+            f.wanted = chunk.nbytes;
+            return f;
+        }
+        blocks.add(to + at, nbytes);
+    }
+    tl::Trailer trailer{};
+    if (Failure f = socket.receive(&trailer, sizeof trailer)) return f;
+    if (trailer.magic != tl::kTrailer) return failure(TL_ERR_READ, "what came is no end of a chunk");
+    chunk.seed_epoch = trailer.epoch;
+    uint8_t digest[16] = {};
+    blocks.digest(digest);
+    chunk.verified = blocks.wanted() && trailer.has_digest;
+    if (chunk.verified && std::memcmp(digest, trailer.digest, sizeof digest) != 0)
+        chunk.outcome = TL_CHUNK_WRONG;
+    if (trailer.epoch != chunk.epoch) chunk.outcome = TL_CHUNK_STALE;
+    return {};
+}
+
+}  // namespace
+
+tl_status tl_sender_create(const tl_region *regions, uint64_t count, uint64_t bytes_per_second,
+                           uint64_t burst_bytes, uint32_t idle_milliseconds, tl_sender **sender,
+                           tl_error *error) {
+    return tl::guarded(error, [&]() -> Failure {
+        if (!sender || (count && !regions))
+            return failure(TL_ERR_ARGUMENT, "no regions or no place for the sender");
+        if (idle_milliseconds == 0) return failure(TL_ERR_ARGUMENT, "idle_milliseconds is 0");
+        *sender = new tl_sender(std::vector<tl_region>(regions, regions + count), bytes_per_second,
+                                burst_bytes, idle_milliseconds);
+        return {};
+    });
+}
+
+tl_status tl_sender_serve(tl_sender *sender, int32_t fd, tl_error *error) {
+    return on_sender(sender, error, [&](tl::Sender &on) { return on.serve(fd); });
+}
+
+tl_status tl_sender_set_epoch(tl_sender *sender, uint64_t epoch, int32_t open, tl_error *error) {
+    return on_sender(sender, error, [&](tl::Sender &on) -> Failure {
+        on.set_epoch(epoch, open != 0);
+        return {};
+    });
+}
+
+tl_status tl_sender_stats_of(tl_sender *sender, tl_sender_stats *stats, tl_error *error) {
+    return on_sender(sender, error, [&](tl::Sender &on) -> Failure {
+        if (!stats || stats->struct_size != sizeof *stats) return tl::wrong_size("tl_sender_stats");
+        on.stats(stats);
+        return {};
+    });
+}
+
+tl_status tl_sender_destroy(tl_sender *sender, tl_error *error) {
+    return tl::guarded(error, [&]() -> Failure {
+        delete sender;
+        return {};
+    });
+}
+
+tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, uint64_t address, tl_error *error) {
+    return tl::guarded(error, [&]() -> Failure {
+        if (!chunk || chunk->struct_size != sizeof *chunk) return tl::wrong_size("tl_chunk");
+        if (chunk->milliseconds == 0) return failure(TL_ERR_ARGUMENT, "milliseconds is 0");
+        tl::Socket socket(fd, chunk->milliseconds, nullptr);
+        return fetch(socket, *chunk, reinterpret_cast<char *>(address));
+    });
+}
+
+void tl_chunk_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]) {
+    tl::Blocks blocks(true);
+    for (uint64_t at = 0; at < nbytes; at += tl::kBlock) {
+        blocks.add(static_cast<const char *>(bytes) + at, std::min(tl::kBlock, nbytes - at));
+    }
+    blocks.digest(digest);
+}

@@ -1,0 +1,32 @@
+// The digest of a chunk, block by block as its bytes pass: XXH3-128 of its blocks' digests.
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include "digest.hpp"
+
+namespace tl {
+
+class Blocks {
+public:
+    explicit Blocks(bool wanted) : wanted_(wanted && digests_built()) {}
+
+    uint32_t wanted() const {
+        return wanted_;
+    }
+    void add(const void *bytes, uint64_t nbytes) {
+        if (wanted_) found_.push_back(digest_of(bytes, nbytes));
+    }
+    void digest(uint8_t *digest) const {
+        if (!wanted_) return;
+        const Digest whole = digest_of(found_.data(), found_.size() * sizeof(Digest));
+        std::memcpy(digest, whole.bytes, sizeof whole.bytes);
+    }
+
+private:
+    bool wanted_;
+    std::vector<Digest> found_;
+};
+
+}  // namespace tl

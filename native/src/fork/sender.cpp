@@ -1,0 +1,162 @@
+#include "fork/sender.hpp"
+
+#include <sys/socket.h>
+
+#include <chrono>
+#include <system_error>
+
+#include "digest.hpp"
+#include "fork/blocks.hpp"
+#include "signals.hpp"
+
+namespace tl {
+
+Sender::~Sender() {
+    if (forked()) {
+        // Its threads are the parent's. What is left of them here is forgotten, with the sockets, which are open there.
+        for (Connection &connection : connections_) connection.thread.detach();
+        return;
+    }
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stop_.store(true, std::memory_order_release);
+        for (Connection &connection : connections_) shutdown(connection.fd, SHUT_RDWR);
+    }
+    stopped_.notify_all();
+    for (Connection &connection : connections_) {
+        connection.thread.join();
+        close(connection.fd);
+    }
+}
+
+Failure Sender::serve(int fd) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    collect();
+    try {
+        Connection &made = connections_.emplace_back(fd);
+        const SignalsBlocked blocked;
+        try {
+            made.thread = std::thread([this, &made] { work(made); });
+        } catch (const std::system_error &error) {
+            connections_.pop_back();
+            close(fd);
+            return os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread");
+        }
+    } catch (const std::bad_alloc &) {
+        close(fd);
+        throw;
+    }
+    return {};
+}
+
+void Sender::set_epoch(uint64_t epoch, bool open) {
+    std::lock_guard<std::mutex> lock(state_mutex_);
+    epoch_ = epoch;
+    open_ = open;
+}
+
+void Sender::stats(tl_sender_stats *stats) {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        collect();
+        stats->connections = static_cast<uint32_t>(connections_.size());
+    }
+    stats->sent_bytes = sent_bytes_.load();
+    stats->sent_chunks = sent_chunks_.load();
+    stats->refused_chunks = refused_.load();
+    stats->stale_chunks = stale_.load();
+    stats->bad_requests = bad_.load();
+}
+
+// Under mutex_: those whose peer is gone.
+void Sender::collect() {
+    for (auto at = connections_.begin(); at != connections_.end();) {
+        if (!at->ended.load(std::memory_order_acquire)) {
+            ++at;
+            continue;
+        }
+        at->thread.join();
+        close(at->fd);
+        at = connections_.erase(at);
+    }
+}
+
+void Sender::work(Connection &connection) {
+    Socket socket(connection.fd, idle_milliseconds_, &stop_);
+    converse(socket);
+    // The descriptor stays until the thread is collected, or its number could be another's by then.
+    shutdown(connection.fd, SHUT_RDWR);
+    connection.ended.store(true, std::memory_order_release);
+}
+
+Failure Sender::converse(Socket &socket) {
+    while (true) {
+        bool closed = false;
+        if (Failure f = socket.wait_for_request(&closed)) return f;
+        Request request{};
+        if (Failure f = socket.receive(&request, sizeof request, &closed)) return f;
+        if (closed) return {};
+        bool done = false;
+        if (Failure f = answer(socket, request, &done)) return f;
+        if (done) return {};
+    }
+}
+
+bool Sender::inside(const Request &request) const {
+    if (request.region >= regions_.size()) return false;
+    const uint64_t size = regions_[request.region].nbytes;
+    return request.offset <= size && request.nbytes <= size - request.offset;
+}
+
+Failure Sender::answer(Socket &socket, const Request &request, bool *done) {
+    Answer answer{kAnswer, TL_CHUNK_OK, 0};
+    {
+        std::lock_guard<std::mutex> lock(state_mutex_);
+        answer.epoch = epoch_;
+        if (!open_) answer.outcome = TL_CHUNK_CLOSED;
+        if (request.epoch != epoch_) answer.outcome = TL_CHUNK_STALE;
+    }
+    if (request.magic != kRequest || !inside(request)) {
+        // Whoever asks so has another manifest, or is no fork.
+        answer.outcome = TL_CHUNK_RANGE;
+        bad_++;
+        *done = true;
+    } else if (answer.outcome != TL_CHUNK_OK) {
+        refused_++;
+    }
+    if (Failure f = socket.send(&answer, sizeof answer)) return f;
+    if (answer.outcome != TL_CHUNK_OK) return {};
+    return send_bytes(socket, request);
+}
+
+Failure Sender::send_bytes(Socket &socket, const Request &request) {
+    const char *bytes = reinterpret_cast<const char *>(regions_[request.region].address) + request.offset;
+    Blocks blocks(request.digest != 0);
+    for (uint64_t at = 0; at < request.nbytes; at += kBlock) {
+        const uint64_t nbytes = std::min(kBlock, request.nbytes - at);
+        if (Failure f = pause(bucket_.take(nbytes, now_ns()))) return f;
+        blocks.add(bytes + at, nbytes);
+        if (Failure f = socket.send(bytes + at, nbytes)) return f;
+        sent_bytes_ += nbytes;
+    }
+    Trailer trailer{kTrailer, blocks.wanted(), 0, {}};
+    blocks.digest(trailer.digest);
+    {
+        std::lock_guard<std::mutex> lock(state_mutex_);
+        trailer.epoch = epoch_;
+    }
+    sent_chunks_++;
+    if (trailer.epoch != request.epoch) stale_++;
+    return socket.send(&trailer, sizeof trailer);
+}
+
+Failure Sender::pause(uint64_t nanoseconds) {
+    if (nanoseconds == 0) return {};
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (stopped_.wait_for(lock, std::chrono::nanoseconds(nanoseconds), [this] { return stop_.load(); })) {
+        return failure(TL_ERR_CANCELLED, "stopped");
+    }
+    return {};
+}
+
+}  // namespace tl

@@ -1,0 +1,86 @@
+#include "fork/socket.hpp"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace tl {
+namespace {
+
+bool again(int code) {
+    return code == EAGAIN || code == EWOULDBLOCK || code == EINTR;
+}
+
+Failure lost(int code, const char *what, uint64_t done, uint64_t wanted) {
+    Failure f = os_failure(TL_ERR_READ, code, what);
+    f.got = done;
+    f.wanted = wanted;
+    return f;
+}
+
+}  // namespace
+
+Failure Socket::send(const void *bytes, uint64_t nbytes) {
+    const char *from = static_cast<const char *>(bytes);
+    for (uint64_t done = 0; done < nbytes;) {
+        const ssize_t sent = ::send(fd_, from + done, nbytes - done, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sent >= 0) {
+            done += static_cast<uint64_t>(sent);
+        } else if (!again(errno)) {
+            return lost(errno, "cannot send", done, nbytes);
+        } else if (Failure f = ready(POLLOUT, false, done, nbytes)) {
+            return f;
+        }
+    }
+    return {};
+}
+
+Failure Socket::receive(void *bytes, uint64_t nbytes, bool *closed) {
+    char *to = static_cast<char *>(bytes);
+    for (uint64_t done = 0; done < nbytes;) {
+        const ssize_t came = recv(fd_, to + done, nbytes - done, MSG_DONTWAIT);
+        if (came > 0) {
+            done += static_cast<uint64_t>(came);
+        } else if (came == 0) {
+            if (closed && done == 0) {
+                *closed = true;
+                return {};
+            }
+            Failure f = failure(TL_ERR_READ, "the other side closed the connection");
+            f.got = done;
+            f.wanted = nbytes;
+            return f;
+        } else if (!again(errno)) {
+            return lost(errno, "cannot receive", done, nbytes);
+        } else if (Failure f = ready(POLLIN, false, done, nbytes)) {
+            return f;
+        }
+    }
+    return {};
+}
+
+Failure Socket::wait_for_request(bool *closed) {
+    *closed = false;
+    return ready(POLLIN, true, 0, 0);
+}
+
+// Whoever stops this thread shuts the socket down, which ends every wait at once.
+Failure Socket::ready(short events, bool forever, uint64_t done, uint64_t wanted) {
+    const uint64_t end = now_ns() + idle_milliseconds_ * 1000000ull;
+    while (true) {
+        if (stop_ && stop_->load(std::memory_order_acquire)) return failure(TL_ERR_CANCELLED, "stopped");
+        const uint64_t now = now_ns();
+        if (!forever && now >= end) {
+            return lost(ETIMEDOUT, "the other side does nothing", done, wanted);
+        }
+        pollfd entry{fd_, events, 0};
+        const int left = forever ? -1 : static_cast<int>(std::max<uint64_t>((end - now) / 1000000, 1));
+        const int found = poll(&entry, 1, left);
+        if (found > 0) return {};
+        if (found < 0 && errno != EINTR) return lost(errno, "cannot wait", done, wanted);
+    }
+}
+
+}  // namespace tl

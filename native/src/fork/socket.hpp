@@ -1,0 +1,33 @@
+// A connected stream socket that is waited for no longer than its owner says.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "common.hpp"
+
+namespace tl {
+
+class Socket {
+public:
+    // stop: ends a wait of the other thread within kSlice.
+    Socket(int fd, uint32_t idle_milliseconds, const std::atomic<bool> *stop)
+        : fd_(fd), idle_milliseconds_(idle_milliseconds), stop_(stop) {}
+
+    // All of it, or why not; got: how much. A peer that closes before the first byte of a receive is no failure where
+    // closed is given, and sets it.
+    Failure send(const void *bytes, uint64_t nbytes);
+    Failure receive(void *bytes, uint64_t nbytes, bool *closed = nullptr);
+
+    // Sleeps for so long as nothing comes.
+    Failure wait_for_request(bool *closed);
+
+private:
+    Failure ready(short events, bool forever, uint64_t done, uint64_t wanted);
+
+    int fd_;
+    uint32_t idle_milliseconds_;
+    const std::atomic<bool> *stop_;
+};
+
+}  // namespace tl

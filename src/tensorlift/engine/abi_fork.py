@@ -1,0 +1,131 @@
+"""The C interface of weights that pass between processes (native/include/tensorlift_fork.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tensorlift.engine.abi import library
+from tensorlift.engine.abi_types import (
+    Error,
+    Functions,
+    Handle,
+    Structure,
+    ask,
+    bind,
+    each,
+    i32,
+    ptr,
+    u32,
+    u64,
+)
+
+__all__ = [
+    "Chunk", "Outcome", "SenderStats", "chunk_digest", "fetch_chunk", "sender_create", "sender_destroy",
+    "sender_serve", "sender_set_epoch", "sender_stats",
+]  # fmt: skip
+
+
+class Outcome:
+    """The values of tl_chunk_outcome."""
+
+    OK, STALE, CLOSED, RANGE, WRONG = range(5)
+
+
+class SenderStats(Structure):
+    """tl_sender_stats."""
+
+    _fields_ = (
+        *each(u32, "struct_size connections"),
+        *each(u64, "sent_bytes sent_chunks refused_chunks stale_chunks bad_requests"),
+    )
+
+
+class Chunk(Structure):
+    """tl_chunk."""
+
+    _fields_ = (
+        *each(u32, "struct_size region"),
+        *each(u64, "offset nbytes epoch"),
+        *each(u32, "digest milliseconds"),
+        *each(i32, "outcome verified"),
+        *each(u64, "seed_epoch"),
+    )
+
+
+_ERROR = ctypes.POINTER(Error)
+_FUNCTIONS: Functions = {
+    "tl_sender_create": (i32, (ptr, u64, u64, u64, u32, ctypes.POINTER(ptr), _ERROR), False),
+    "tl_sender_serve": (i32, (ptr, i32, _ERROR), False),
+    "tl_sender_set_epoch": (i32, (ptr, u64, i32, _ERROR), False),
+    "tl_sender_stats_of": (i32, (ptr, ctypes.POINTER(SenderStats), _ERROR), False),
+    "tl_sender_destroy": (i32, (ptr, _ERROR), True),
+    "tl_chunk_fetch": (i32, (i32, ctypes.POINTER(Chunk), u64, _ERROR), True),
+    "tl_chunk_digest": (None, (ptr, u64, ptr), True),
+}
+
+
+@functools.cache
+def _bound(path: str) -> dict[str, Callable[..., Any]]:
+    return bind(path, _FUNCTIONS)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    return _bound(library().path)[name]
+
+
+def sender_create(
+    regions: Sequence[tuple[int, int]], rate: int, burst: int, idle_milliseconds: int, handle: Handle
+) -> None:
+    """Fills a handle for the functions below. ``regions``: (address, bytes) of each, which stay."""
+    given = np.array(regions, np.uint64).reshape(-1, 2)
+    ask(
+        _function("tl_sender_create"),
+        given.ctypes.data,
+        len(given),
+        rate,
+        burst,
+        idle_milliseconds,
+        ctypes.byref(handle),
+    )
+
+
+def sender_serve(sender: Handle, descriptor: int) -> None:
+    """Serves a socket, which is the sender's from now on, also when this raises."""
+    ask(_function("tl_sender_serve"), sender, descriptor)
+
+
+def sender_set_epoch(sender: Handle, epoch: int, is_open: bool) -> None:
+    """What is asked for with another epoch, or while it is not open, is refused from now on."""
+    ask(_function("tl_sender_set_epoch"), sender, epoch, is_open)
+
+
+def sender_stats(sender: Handle) -> SenderStats:
+    """Counters."""
+    stats = SenderStats()
+    ask(_function("tl_sender_stats_of"), sender, ctypes.byref(stats))
+    return stats
+
+
+def sender_destroy(sender: Handle) -> None:
+    """Ends all connections and empties the handle; nothing where it is empty. Blocks."""
+    destroy, error = _function("tl_sender_destroy"), ctypes.byref(Error())
+    # No call comes between these: see engine_destroy in abi.py.
+    address, sender.value = sender.value, None
+    destroy(address, error)
+
+
+def fetch_chunk(descriptor: int, chunk: Chunk, address: int) -> None:
+    """Asks for a chunk, writes it to memory and fills in what came of it. Blocks."""
+    ask(_function("tl_chunk_fetch"), descriptor, ctypes.byref(chunk), address)
+
+
+def chunk_digest(address: int, nbytes: int) -> bytes:
+    """What a chunk is sent with, 16 bytes. Blocks."""
+    digest = (ctypes.c_uint8 * 16)()
+    _function("tl_chunk_digest")(address, nbytes, digest)
+    return bytes(digest)
