@@ -20,7 +20,7 @@ import os
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -250,8 +250,8 @@ def load_into(
             with clock.phase("headers"):
                 found = sources.find(path)
 
-            def ask() -> Asked:
-                checkpoint = read_headers(found, clock, ranks)
+            def ask(meanwhile: Callable[[], object] | None) -> Asked:
+                checkpoint = read_headers(found, clock, ranks, meanwhile)
                 return sources.asked_of(checkpoint, names, slices, settings)
 
             everything = names is None and slices is None and ranks is None

@@ -29,10 +29,15 @@ from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 __all__ = ["Weights", "read_headers"]
 
 
-def read_headers(found: sources.Found, clock: Clock, ranks: Ranks | None) -> Checkpoint:
+def read_headers(
+    found: sources.Found,
+    clock: Clock,
+    ranks: Ranks | None,
+    meanwhile: Callable[[], object] | None = None,
+) -> Checkpoint:
     """The checkpoint; with ranks, once they have said that theirs is the same."""
     with clock.phase("headers"):
-        checkpoint = sources.read_headers(found)
+        checkpoint = sources.read_headers(found, meanwhile)
     if ranks is None:
         return checkpoint
 

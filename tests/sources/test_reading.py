@@ -149,6 +149,23 @@ def test_headers_are_read_without_the_library(tmp_path, monkeypatch):
     assert read_headers(find(tmp_path)).names == list(written.tensors)
 
 
+def test_what_is_done_meanwhile_comes_before_the_first_header(tmp_path, monkeypatch):
+    random_checkpoint(tmp_path, shards=3, tensors=5)
+    done, take = [], reading.FileHeaders.take
+    monkeypatch.setattr(reading.FileHeaders, "take", lambda self, at: done.append(at) or take(self, at))
+    read_headers(find(tmp_path), lambda: done.append("meanwhile"))
+    assert done == ["meanwhile", 0, 1, 2]
+
+
+def test_what_fails_meanwhile_leaves_nothing(tmp_path):
+    random_checkpoint(tmp_path, shards=20, tensors=1)
+    before, threads = descriptors(), threads_now()
+    with pytest.raises(ZeroDivisionError):
+        read_headers(find(tmp_path), lambda: 1 // 0)
+    assert descriptors() == before
+    assert back_to(threads)
+
+
 def test_an_iteration_that_is_left_ends_its_threads(tmp_path):
     random_checkpoint(tmp_path, shards=60, tensors=2)
     threads = threads_now()

@@ -13,7 +13,7 @@ from tensorlift import sources
 from tensorlift.errors import MismatchError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.tensors import destinations
-from tensorlift.tensors.destinations import Match, Target
+from tensorlift.tensors.destinations import Destinations, Match, Target
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 
 def matched(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint) -> Match:
-    return destinations.match(tensors, checkpoint, range(len(checkpoint)), lambda name: True)
+    return destinations.match(Destinations(tensors), checkpoint, range(len(checkpoint)), lambda name: True)
 
 
 def names(targets: list[Target]) -> str:
@@ -83,3 +83,35 @@ def test_negated_views_are_copied_into(checkpoint: Checkpoint, inference: bool) 
     for one in (negated, negated.detach(), torch.nn.Parameter(negated.detach(), requires_grad=False)):
         found = matched({"a": one, "b": torch.zeros(2, 4)}, checkpoint)
         assert (names(found.direct), names(found.copied)) == ("b", "a")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about what it will have no longer
+def test_what_is_not_ordinary_does_not_change_the_others(checkpoint: Checkpoint) -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    ordinary = {name: torch.nn.Parameter(torch.zeros(2, 4)) for name in "abc"}
+    odd = {
+        "subclass": torch.zeros(2, 4).as_subclass(Mine),
+        "quantised": torch.quantize_per_tensor(torch.zeros(2, 4), 0.1, 0, torch.quint8),
+        "dtype": torch.zeros(2, 4).double(),
+        "strides": torch.zeros(4, 2).T,
+        "flag": torch._neg_view(torch.zeros(2, 4)),
+        "complex flag": torch.zeros(2, 4, dtype=torch.complex64).conj(),
+    }
+    for what, tensor in odd.items():
+        found = matched({**ordinary, "d": tensor}, checkpoint)
+        assert (names(found.direct), names(found.copied)) == ("abc", "d"), what
+    found = matched({**ordinary, "z": torch.zeros(2, 4).to_sparse()}, checkpoint)
+    assert (names(found.direct), found.missing) == ("abc", ["z"])
+
+
+def test_columns_are_made_anew_where_memory_was_replaced(checkpoint: Checkpoint) -> None:
+    tensor = torch.nn.Parameter(torch.zeros(2, 4))
+    given = Destinations({"a": tensor})
+    assert given.now() is not given, "nothing was looked at but devices"
+    assert given.columns is not None
+    assert given.now() is given
+    tensor.data = torch.zeros(2, 4).double()
+    found = destinations.match(given, checkpoint, range(len(checkpoint)), lambda name: True)
+    assert names(found.copied) == "a"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 from tensorlift.engine.headers import FileHeaders, HeaderScan
@@ -27,14 +27,15 @@ _FIRST_READ = 64 << 10  # bytes, as in the library
 _PART_BYTES = 1 << 30
 
 
-def read_headers(found: Found) -> Checkpoint:
-    """Opens, checks and closes each file, and joins their tensors.
+def read_headers(found: Found, meanwhile: Callable[[], object] | None = None) -> Checkpoint:
+    """Opens, checks and closes each file, and joins their tensors; ``meanwhile`` is called once files are
+    being read without Python, if they are.
 
     Size and identity in the result are those of the open file whose header was read. Of several bad files the
     first in order is reported. Raises HeaderError, TruncatedError, CheckpointError, or ReadError for what the
     operating system refuses.
     """
-    shards = [_parsed(*read) for read in _read_all(found.files)]
+    shards = [_parsed(*read) for read in _read_all(found.files, meanwhile)]
     return join(shards, found.where, found.weight_map, found.members)
 
 
@@ -74,7 +75,7 @@ class _Read(NamedTuple):
     scan: HeaderScan
 
 
-def _read_all(files: Sequence[Source]) -> Iterator[_Read]:
+def _read_all(files: Sequence[Source], meanwhile: Callable[[], object] | None = None) -> Iterator[_Read]:
     """Headers in the order of the files, read by a few threads where there are several.
 
     What has to hold the GIL the caller's thread does while the next files are read.
@@ -85,6 +86,8 @@ def _read_all(files: Sequence[Source]) -> Iterator[_Read]:
         yield from map(_read, files)
         return
     with contextlib.closing(headers):
+        if meanwhile is not None:
+            meanwhile()
         for at, source in enumerate(files):
             scan = headers.take(at)
             # What the library does not read is read again, to say why; it may be there by now.

@@ -13,11 +13,13 @@ Rules
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,18 +35,25 @@ from tensorlift.plan.extents import Extents, overlapping
 from tensorlift.tensors.devices import check_kind
 from tensorlift.tensors.views import torch_dtype, torch_shape
 
-__all__ = ["Match", "Target", "is_versioned", "match", "reach", "tensors_of"]
+__all__ = ["Destinations", "Match", "Target", "is_versioned", "match", "reach", "tensors_of"]
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
-_LAYOUT, _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("layout", "device", "dtype", "shape"))
+_DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
+_FITS, _ADDRESS = attrgetter("fits"), torch.Tensor.data_ptr
 # Tensor.is_neg(), is_conj() and is_inference() give the GIL away, each time; what they look at does not.
 _keys_of, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
+# Nothing for a tensor that no flag conjugates or negates, in half the time that its keys take.
+_flags_of = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 _NEGATED, _CONJUGATED, _VERSIONED = _Key.Negative, _Key.Conjugate, _Key.ADInplaceOrView
 _PACKED = frozenset(dtype.id for dtype in dtypes.ALL if dtype.elements > 1)
 
 
-class Target(msgspec.Struct, eq=False):
-    """One destination, and the checkpoint's row that fills it. (A dataclass takes longer to make.)"""
+class Target(msgspec.Struct, eq=False, gc=False):
+    """One destination, and the checkpoint's row that fills it.
+
+    A dataclass takes longer to make, and so many that the garbage collector knew would have it run before the
+    first byte is read.
+    """
 
     name: str
     tensor: torch.Tensor
@@ -88,39 +97,103 @@ def tensors_of(model: object) -> dict[str, torch.Tensor]:
         raise RequestError(
             f"load_into fills a torch.nn.Module or a dict of tensors, not a {type(model).__name__}"
         )
-    for name, value in model.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise RequestError(
-                f"load_into fills a dict of names and tensors; under {name!r} is a {type(value).__name__}"
-            )
+    if not ({str}.issuperset(map(type, model)) and _PLAIN.issuperset(map(type, model.values()))):
+        for name, value in model.items():
+            if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+                raise RequestError(
+                    f"load_into fills a dict of names and tensors; under {name!r} is a {type(value).__name__}"
+                )
     return dict(model)
 
 
+class Destinations:
+    """The tensors of a model by name, in order, and what they are as columns: there may be 100,000 of them,
+    and nothing is read before the last is known.
+    """
+
+    def __init__(self, by_name: Mapping[str, torch.Tensor]) -> None:
+        """Looks at devices alone."""
+        self.by_name = by_name
+        self.tensors = list(by_name.values())
+        self.device_of = list(map(_DEVICE, self.tensors))
+        self.devices = list(dict.fromkeys(self.device_of))
+        """Each once."""
+
+    @functools.cached_property
+    def columns(self) -> _Columns | None:
+        """What the tensors are when it is first asked for, which takes no header; None where not all of them
+        are ordinary.
+        """
+        tensors = self.tensors
+        kinds = {device.type for device in self.devices}
+        if not (_PLAIN.issuperset(map(type, tensors)) and kinds <= {"cpu", "cuda"}):
+            return None
+        try:
+            dense = list(map(torch.Tensor.is_contiguous, tensors))
+            if any(map(_flags_of, tensors)):
+                dense = [every and not _flags_of(one) for every, one in zip(dense, tensors, strict=True)]
+            addresses = list(map(_ADDRESS, tensors))
+            return _Columns(list(map(_DTYPE, tensors)), list(map(_SHAPE, tensors)), dense, addresses)
+        except RuntimeError:  # sparse tensors have no address, nested ones no shape
+            return None
+
+    def now(self) -> Destinations:
+        """The same as the tensors are now: another thread may have given one of them other memory since they
+        were looked at, and with it another device, dtype or shape.
+        """
+        if "columns" in vars(self):
+            columns = self.columns
+            if columns is None or columns.addresses == list(map(_ADDRESS, self.tensors)):
+                return self
+        return Destinations(self.by_name)
+
+
+class _Columns(NamedTuple):
+    """Of tensors that are no subclass of Tensor, strided, on devices that are loaded to."""
+
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    dense: list[bool]
+    """Contiguous, and not conjugated or negated by a flag."""
+    addresses: list[int]
+
+
 def match(
-    tensors: Mapping[str, torch.Tensor],
+    given: Destinations,
     checkpoint: Checkpoint,
-    rows: Iterable[int],
+    rows: Sequence[int],
     asked: Callable[[str], bool],
 ) -> Match:
     """Brings destinations and the selected rows together; touches no memory.
 
-    ``asked`` says whether a name of the model is meant at all. Raises RequestError for a destination without
-    memory, MismatchError that lists every shape that differs, DeviceError.
+    ``rows`` ascend; ``asked`` says whether a name of the model is meant at all. Raises RequestError for a
+    destination without memory, MismatchError that lists every shape that differs, DeviceError.
     """
-    row_of = {checkpoint.names[row]: row for row in rows}
-    found = _found(
-        [(name, tensor, row_of[name]) for name, tensor in tensors.items() if name in row_of], checkpoint
-    )
+    names = checkpoint.names
+    if len(rows) < len(names):
+        names = list(map(names.__getitem__, rows))
+    row_of = dict(zip(names, rows, strict=True))
+    tensors = given.by_name
     lacking: list[tuple[str, torch.Tensor]] = []
-    if len(found) < len(tensors):
+    if row_of.keys() >= tensors.keys():
+        given = given.now()
+    else:
         lacking = [(name, tensor) for name, tensor in tensors.items() if name not in row_of and asked(name)]
-    _check_shapes(found, checkpoint)
+        given = Destinations({name: tensor for name, tensor in tensors.items() if name in row_of})
+    found = _found(given, list(map(row_of.__getitem__, given.by_name)), checkpoint)
+    all_fit = all(map(_FITS, found))
+    if not all_fit:
+        _check_shapes(found, checkpoint)
+    unexpected = [name for name in row_of if name not in tensors] if len(found) < len(row_of) else []
+    crossing = _crossing(found, checkpoint)
+    # What is one tensor under two names shares its bytes with itself.
+    if all_fit and not crossing.any():
+        return Match(found, missing=_missing(lacking, found), unexpected=unexpected)
     winners = _winners(found)
-    result = Match(
-        missing=_missing(lacking, winners),
-        unexpected=[name for name in row_of if name not in tensors] if len(found) < len(row_of) else [],
-    )
-    for target, crosses in zip(winners, _crossing(winners, checkpoint).tolist(), strict=True):
+    if len(winners) < len(found):
+        crossing = _crossing(winners, checkpoint)
+    result = Match(missing=_missing(lacking, winners), unexpected=unexpected)
+    for target, crosses in zip(winners, crossing.tolist(), strict=True):
         if crosses:
             result.ordered.append(target)
         elif target.fits:
@@ -130,46 +203,28 @@ def match(
     return result
 
 
-def _found(given: list[tuple[str, torch.Tensor, int]], checkpoint: Checkpoint) -> list[Target]:
-    """The destinations as they are.
-
-    There may be 100,000 of them, and nothing is read before the last is known: where all are ordinary
-    tensors, each of their attributes is a column made in one go.
-    """
-    if not given:
-        return []
-    names, tensors, rows = map(list, zip(*given, strict=True))
+def _found(given: Destinations, rows: list[int], checkpoint: Checkpoint) -> list[Target]:
+    """The destinations as they are, each with its row."""
     known = [torch_dtype(dtype) for dtype in dtypes.ALL]
-    ids = checkpoint.dtypes[rows].tolist()
-    wanted = [known[number] for number in ids]
-    shapes = [checkpoint.shapes[row] for row in rows]
+    ids = checkpoint.dtypes[np.array(rows, np.int64)].tobytes()
+    wanted = list(map(known.__getitem__, ids))
+    shapes = list(map(checkpoint.shapes.__getitem__, rows))
     if _PACKED.intersection(ids):
         shapes = [torch_shape(dtypes.ALL[number], shape) for number, shape in zip(ids, shapes, strict=True)]
-    if not (_PLAIN.issuperset(map(type, tensors)) and set(map(_LAYOUT, tensors)) == {torch.strided}):
-        return list(map(_target, names, tensors, rows, wanted, shapes))
-    devices = list(map(_DEVICE, tensors))
-    if not {device.type for device in set(devices)} <= {"cpu", "cuda"}:
-        return list(map(_target, names, tensors, rows, wanted, shapes))
-    fits = [
-        dtype is like
-        and size == shape
-        and dense
-        and not keys.has(_NEGATED)
-        and not (dtype.is_complex and keys.has(_CONJUGATED))
-        for dtype, like, size, shape, dense, keys in zip(
-            map(_DTYPE, tensors),
-            wanted,
-            map(_SHAPE, tensors),
-            shapes,
-            map(torch.Tensor.is_contiguous, tensors),
-            map(_keys_of, tensors),
-            strict=True,
-        )
-    ]
-    addresses = map(torch.Tensor.data_ptr, tensors)
-    found = list(map(Target, names, tensors, rows, devices, itertools.repeat(True), fits, addresses))
-    for at in [at for at, fit in enumerate(fits) if not fit]:
-        found[at] = _target(names[at], tensors[at], rows[at], wanted[at], shapes[at])
+    columns, always = given.columns, itertools.repeat(True)
+    if columns is None:
+        return list(map(_target, given.by_name, given.tensors, rows, wanted, shapes))
+    found = list(
+        map(Target, given.by_name, given.tensors, rows, given.device_of, always, always, columns.addresses)
+    )
+    # Compared as a whole first.
+    if not all(columns.dense) or columns.dtypes != wanted or columns.shapes != shapes:
+        for at, (dense, dtype, shape) in enumerate(
+            zip(columns.dense, columns.dtypes, columns.shapes, strict=True)
+        ):
+            if not dense or dtype is not wanted[at] or shape != shapes[at]:
+                one = found[at]
+                found[at] = _target(one.name, one.tensor, one.row, wanted[at], shapes[at])
     return found
 
 

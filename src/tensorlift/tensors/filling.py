@@ -19,7 +19,15 @@ from tensorlift.plan.parts import Asked
 from tensorlift.progress import finished, reporter, ticker
 from tensorlift.stats import LoadStats, merged
 from tensorlift.tensors import memory as memories
-from tensorlift.tensors.destinations import Match, Target, is_versioned, match, reach, tensors_of
+from tensorlift.tensors.destinations import (
+    Destinations,
+    Match,
+    Target,
+    is_versioned,
+    match,
+    reach,
+    tensors_of,
+)
 from tensorlift.tensors.direct import Direct, check_writable
 from tensorlift.tensors.exchanging import Exchanging
 from tensorlift.tensors.running import Tick, both
@@ -45,7 +53,7 @@ class Filled:
 
 def fill(
     model: object,
-    ask: Callable[[], Asked],
+    ask: Callable[[Callable[[], object] | None], Asked],
     names: Names,
     strict: bool,
     options: LoadOptions,
@@ -53,39 +61,39 @@ def fill(
     nbytes: int | None = None,
     exchange_of: ExchangeOf | None = None,
 ) -> Filled:
-    """Fills the tensors of ``model`` from what ``ask()``, which reads headers, says; see loading.load_into.
+    """Fills the tensors of ``model`` from what ``ask()`` says, which reads headers and calls what it is given
+    meanwhile; see loading.load_into.
 
-    ``nbytes``: of all that will be asked for, where that is known before: then engines make their rings
-    while headers are read. ``exchange_of``: what asks the other ranks of the load.
+    ``nbytes``: of all that will be asked for, where that is known before: engines make their rings, and
+    destinations are looked at, while headers are read. ``exchange_of``: what asks the load's other ranks.
     """
-    tensors = tensors_of(model)
+    given = Destinations(tensors_of(model))
     with contextlib.ExitStack() as stack:
         directs: dict[torch.device, Direct] = {}
         if nbytes is not None:
             with clock.phase("plan"):
-                _make_engines(directs, _devices(tensors.values()), nbytes, options, clock, stack)
-        checkpoint, rows, expected = ask()
+                _make_engines(directs, given.devices, nbytes, options, clock, stack)
+        checkpoint, rows, expected = ask(None if nbytes is None else lambda: given.columns)
         with clock.phase("plan"), collector_paused():
-            found = match(tensors, checkpoint, rows.tolist(), _asked(names, list(tensors)))
+            found = match(given, checkpoint, rows.tolist(), _asked(names, list(given.by_name)))
             if strict:
                 _check_names(found, checkpoint)
             used = np.sort(np.array([target.row for target in found.targets], np.int64))
             check_expressible(checkpoint, used)
+            total = int(checkpoint.sizes[used].sum())
         others = None if exchange_of is None else _other_ranks(exchange_of, found, checkpoint, used, options)
         together = others if others is not None and others.rows.any() else None
         with clock.phase("plan"), collector_paused():
             _check_others(found)
             targets = _by_device(found.direct)
             if nbytes is None:
-                wanted = int(checkpoint.sizes[used].sum())
                 ranks = 1 if others is None else others.ranks_per_host
-                _make_engines(directs, targets, wanted, options, clock, stack, ranks)
+                _make_engines(directs, targets, total, options, clock, stack, ranks)
             for device in directs.keys() - targets.keys():
                 directs.pop(device).close()
             for device, direct in directs.items():
                 direct.plan(checkpoint, targets[device], expected)
         report = stack.enter_context(reporter(options.progress))
-        total = int(checkpoint.sizes[used].sum())
         parts: list[Direct | Transfer] = [*directs.values()]
         tick = both(
             None if others is None else others.check,
@@ -218,8 +226,8 @@ def _check_names(found: Match, checkpoint: Checkpoint) -> None:
     )
 
 
-def _devices(tensors: Iterable[torch.Tensor | Target]) -> list[torch.device]:
-    return list(dict.fromkeys([tensor.device for tensor in tensors]))
+def _devices(targets: Iterable[Target]) -> list[torch.device]:
+    return list(dict.fromkeys([target.device for target in targets]))
 
 
 def _by_device(targets: list[Target]) -> dict[torch.device, list[Target]]:
