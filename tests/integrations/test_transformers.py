@@ -18,7 +18,6 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers
-from transformers import modeling_utils
 
 from support import leaks, models
 from tensorlift.errors import (
@@ -40,7 +39,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 SHARDS = pytest.mark.parametrize("shards", [False, True], ids=["one-file", "shards"])
 # Small windows and arenas, so that what is read ahead ends somewhere.
 SMALL = {"arena_size": 4096, "buffer_size": 8192, "chunk_size": 4096}
-PLACES = ("safe_open", "caching_allocator_warmup")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,15 +54,11 @@ def quiet() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     """Whatever a test does, transformers is as it was afterwards."""
-    core = transformers.core_model_loading
-    before = [vars(modeling_utils)[name] for name in PLACES]
-    before += [vars(core)["spawn_materialize"]]
-    before += [vars(transformers.PreTrainedModel)["_load_pretrained_model"]]
+    places = [(swap.holder, swap.name) for swap in ours._find()]
+    before = [vars(holder)[name] for holder, name in places]
+    assert len(places) == 4
     yield
-    after = [vars(modeling_utils)[name] for name in PLACES]
-    after += [vars(core)["spawn_materialize"]]
-    after += [vars(transformers.PreTrainedModel)["_load_pretrained_model"]]
-    assert all(one is other for one, other in zip(before, after, strict=True))
+    assert all(vars(holder)[name] is one for (holder, name), one in zip(places, before, strict=True))
 
 
 @SHARDS
@@ -354,19 +348,6 @@ def test_scopes_of_several_threads_at_once(tmp_path: Path) -> None:
     assert read == {place: models.data_bytes(folder) for place, folder in enumerate(folders)}
     for place, kind in enumerate(kinds):
         models.assert_equal(found[place], models.auto(kind).from_pretrained(folders[place]))
-
-
-def test_without_the_function_that_says_what_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with another transformers: each tensor is read when it is asked for, by the threads of a pool."""
-    found = [swap for swap in ours._find() if swap.name != "spawn_materialize"]
-    monkeypatch.setattr(ours, "_find", lambda: found)
-    for kind in ("llama", "experts"):
-        folder = models.saved(kind, tmp_path / kind, shards=True)
-        mine = from_pretrained(models.auto(kind), folder)
-        models.assert_equal(mine, models.auto(kind).from_pretrained(folder))
-        assert mine.tensorlift_stats.bytes == models.data_bytes(folder)
 
 
 def test_another_version_is_said_once_and_tried(

@@ -57,24 +57,24 @@ class Session:
         than a parameter is made of a tensor of this name.
         """
         self._settings, self._converts = settings, converts
-        self._ending = contextlib.ExitStack()
+        self._prefetches: dict[torch.device, Prefetch] = {}
+        self._lock = threading.Lock()
+        self._parts: dict[tuple[int, torch.device], safe_open] = {}
+        self._part_bytes = self._part_count = 0
+        self.closed = False
         with contextlib.ExitStack() as ending:
             self.clock = Clock(ending.enter_context(traced(settings.trace)))
             with self.clock.phase("headers"):
                 self.checkpoint = _read_headers(files, weight_map)
+            rows = self.checkpoint.select()
+            self._expected = sources.expected_digests(self.checkpoint, rows, settings, whole=True)
+            # Last of what can fail: a bar that was begun has to be ended.
             self._report = ending.enter_context(reporter(settings.progress))
             self._ending = ending.pop_all()
         self._shards = {shard.path: number for number, shard in enumerate(self.checkpoint.shards)}
         self._names: list[list[str]] = [[] for _ in self._shards]
         for name, shard in zip(self.checkpoint.names, self.checkpoint.shard_of.tolist(), strict=True):
             self._names[shard].append(name)
-        rows = self.checkpoint.select()
-        self._expected = sources.expected_digests(self.checkpoint, rows, settings, whole=True)
-        self._prefetches: dict[torch.device, Prefetch] = {}
-        self._lock = threading.Lock()
-        self._parts: dict[tuple[int, torch.device], safe_open] = {}
-        self._part_bytes = self._part_count = 0
-        self.closed = False
         total = int(self.checkpoint.sizes.sum())
         same = np.array([torch_dtype(one) is dtype for one in dtypes.ALL])[self.checkpoint.dtypes]
         self.keeps_most = 2 * int(self.checkpoint.sizes[same].sum()) >= total
@@ -94,11 +94,12 @@ class Session:
             place = devices.parse_device(device)
         except DeviceError:
             place = _CPU
-        if place not in self._prefetches:
-            self._prefetches[place] = Prefetch(
-                self.checkpoint, place, self._settings, self.clock, self._expected, self._tick
-            )
-        return self._prefetches[place]
+        with self._lock:  # threads of a pool may come here at the same time
+            if place not in self._prefetches:
+                self._prefetches[place] = Prefetch(
+                    self.checkpoint, place, self._settings, self.clock, self._expected, self._tick
+                )
+            return self._prefetches[place]
 
     def stays(self, row: int, dtype: torch.dtype | None) -> bool:
         """Whether the tensor itself becomes a parameter if one of this dtype is wanted (None: its own)."""
@@ -154,7 +155,7 @@ class Session:
 
     def _tick(self) -> None:
         if self._report is not None:
-            loads = self._prefetches.values()
+            loads = list(self._prefetches.values())  # another thread may add one
             self._report(sum(one.bytes_done() for one in loads), sum(one.nbytes for one in loads))
 
 
