@@ -54,6 +54,13 @@ def test_nothing_is_replaced_where_finding_fails() -> None:
     assert Holder.double(2) == 4
 
 
+def test_nothing_is_replaced_where_replacing_fails() -> None:
+    swaps, before = Swaps(), vars(Holder)["double"]
+    with pytest.raises(KeyError), swaps.made(lambda: [*find(), Swap(Holder, "nowhere", plus_one)]):
+        raise AssertionError
+    assert vars(Holder)["double"] is before
+
+
 def test_what_another_put_over_it_stays() -> None:
     module, swaps = types.SimpleNamespace(work=lambda number: number), Swaps()
     with swaps.made(lambda: [Swap(module, "work", plus_one)]):

@@ -35,7 +35,11 @@ class Swaps:
         """Replaced inside; ``find`` says what, and is called by the first user alone."""
         with self._lock:
             if not self._users:
-                self._replace(find())
+                try:
+                    self._replace(find())
+                except BaseException:
+                    self._restore()  # what was replaced before it failed
+                    raise
             self._users += 1
         try:
             yield
