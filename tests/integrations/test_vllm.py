@@ -102,6 +102,17 @@ def test_a_vllm_that_does_not_fit_goes_on_with_a_line_in_the_log(caplog):
     assert "does not fit this vLLM" in caplog.text
 
 
+def test_a_vllm_with_other_configurations_starts_with_its_own_formats():
+    with fake_vllm.installed():
+        from vllm.engine.arg_utils import EngineArgs
+
+        from tensorlift.integrations.vllm import register
+
+        EngineArgs.create_engine_config = lambda self: "another configuration"
+        register()
+        assert EngineArgs.create_engine_config(object()) == "another configuration"
+
+
 def test_kinds_of_files(vllm, folder):
     model = Model(a=8, b=4)
     model.allow_patterns_overrides = ["*.safetensors", "*.bin"]

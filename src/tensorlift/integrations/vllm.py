@@ -67,24 +67,28 @@ def _check_arguments(arg_utils: Any) -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Before vLLM's own work, which may be a download: the arguments alone show what is wrong.
-        _check_if_ours(self.load_format, self.model_loader_extra_config)
+        _check_if_ours(self)
         config = original(self, *args, **kwargs)
-        draft = getattr(config.speculative_config, "draft_load_config", None)
-        for load in (config.load_config, draft):
-            ours = load is not None and _check_if_ours(load.load_format, load.model_loader_extra_config)
-            if ours:
-                from tensorlift.integrations.devices import check_device
+        speculative = getattr(config, "speculative_config", None)
+        loads = (getattr(config, "load_config", None), getattr(speculative, "draft_load_config", None))
+        ours = [_check_if_ours(load) for load in loads]
+        if any(ours):
+            from tensorlift.integrations.devices import check_device
 
-                check_device(config.device_config.device_type, ENGINE)
+            check_device(config.device_config.device_type, ENGINE)
         return config
 
     arguments.create_engine_config = create_engine_config
 
 
-def _check_if_ours(load_format: object, extra: object) -> bool:
-    ours = str(load_format).lower() == LOAD_FORMAT
+def _check_if_ours(load: Any) -> bool:
+    """Whether a configuration, or arguments, are of this load format; if so, they are checked.
+
+    Nothing of another format may fail here, so what another vLLM may have elsewhere is asked for with care.
+    """
+    ours = str(getattr(load, "load_format", None)).lower() == LOAD_FORMAT
     if ours:
-        check(extra)
+        check(load.model_loader_extra_config)
     return ours
 
 
