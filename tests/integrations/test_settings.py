@@ -76,16 +76,6 @@ def test_json_text_and_nothing_are_taken():
     assert settings.parse(None, "x") == settings.parse({"strict": None}, "x") == settings.Settings()
 
 
-def test_the_configuration_of_the_start_is_remembered_for_each_engine():
-    settings.forget()
-    assert settings.remembered("vLLM") is None
-    started = settings.Settings({"backend": "MMAP"})
-    settings.remember(started, "vLLM")
-    assert settings.remembered("vLLM") is started
-    assert settings.remembered("SGLang") is None
-    settings.forget()
-
-
 def test_no_torch_is_needed_to_check_arguments():
     import subprocess
 

@@ -31,10 +31,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_sglang.Engine]:
     monkeypatch.setattr(weights_module, "rank", lambda: 1)  # no bar: tqdm is no dependency
     monkeypatch.setattr(sglang, "_version", lambda: sglang.PROVEN)
     monkeypatch.delenv("TENSORLIFT_BACKEND", raising=False)
-    settings.forget()
+    monkeypatch.setattr(sglang, "_started_with", None)
     sglang.register()
     yield found
-    settings.forget()
     sys.modules.pop("tensorlift.integrations.sglang_loader", None)
 
 
@@ -100,6 +99,15 @@ def test_devices_are_refused_with_the_arguments(
 @pytest.mark.parametrize("device", ["cuda", "cpu", None])
 def test_devices_that_are_served(engine: fake_sglang.Engine, device: str | None) -> None:
     engine.check(arguments(device=device))
+
+
+def test_an_sglang_that_shows_arguments_in_another_way(
+    engine: fake_sglang.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "sglang.srt.arg_groups.model_override_base")
+    engine.check(arguments(load_format="auto", device="xpu"))
+    with pytest.raises(DeviceError):
+        engine.check(arguments(device="xpu"))
 
 
 def test_other_formats_keep_working(engine: fake_sglang.Engine) -> None:

@@ -33,13 +33,13 @@ def test_the_current_device_is_the_workers(monkeypatch):
     assert current_device(torch.device("cuda")) == torch.device("cuda", 2)
 
 
-def test_another_version_warns_once(caplog):
-    versions._told.clear()
+def test_another_version_warns_once(caplog, monkeypatch):
+    monkeypatch.setattr(versions, "_told", set())
     with caplog.at_level(logging.WARNING):
-        assert versions.check_version("vLLM", "0.32.0+cpu", "0.32.0", log)
+        versions.check_version("vLLM", "0.32.0+cpu", "0.32.0", log)
         assert not caplog.records
-        assert not versions.check_version("vLLM", "0.33.1", "0.32.0", log)
-        assert not versions.check_version("vLLM", "0.33.1", "0.32.0", log)
+        versions.check_version("vLLM", "0.33.1", "0.32.0", log)
+        versions.check_version("vLLM", "0.33.1", "0.32.0", log)
     assert len(caplog.records) == 1
     assert "leave --load-format out" in caplog.text
 
@@ -82,15 +82,22 @@ def test_tensors_come_in_the_engines_order_with_prefix_and_one_line(files, caplo
     assert all(word in line for word in ("readers:", "fallbacks:", "pinned at most", "arenas at most"))
 
 
-def test_what_is_not_needed_is_not_read(files):
+def test_where_a_model_stops_is_said_unless_the_error_says_it(files, caplog):
     delivery = weights.Delivery()
-    list(
-        weights.iterate(
-            files, Settings(), device=CPU, needed=lambda name: name.endswith("a"), delivery=delivery, log=log
-        )
-    )
-    assert delivery.names == ["t2.a", "t10.a"]
-    assert delivery.stats[0].bytes == 64
+    pairs = weights.iterate(files, Settings(), device=CPU, delivery=delivery, log=log)
+    delivery.failed(RuntimeError("early"), log)
+    next(pairs)
+    delivery.failed(CheckpointError("ours"), log)
+    assert not caplog.records
+    delivery.failed(RuntimeError("size"), log)
+    assert "RuntimeError: size. The model had tensor 't2.a' last" in caplog.text
+
+
+def test_what_is_not_needed_is_not_read(files, caplog):
+    with caplog.at_level(logging.INFO):
+        came = weights.iterate(files, Settings(), device=CPU, needed=lambda name: name.endswith("a"), log=log)
+        assert [name for name, _ in came] == ["t2.a", "t10.a"]
+    assert "rank 0: 64 bytes" in caplog.text
 
 
 def test_every_name_is_checked_before_any_file_is_opened(files):

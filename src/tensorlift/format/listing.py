@@ -14,6 +14,7 @@ from tensorlift.format.quoting import clean, quote
 
 __all__ = [
     "INDEX_SUFFIX",
+    "OTHER_WEIGHTS",
     "SUFFIX",
     "UNFINISHED",
     "choose_files",
@@ -41,6 +42,8 @@ _FOREIGN = frozenset(
         ".tgz", ".toml", ".tsv", ".txt", ".webp", ".whl", ".xml", ".xz", ".yaml", ".yml", ".zip", ".zst",
     }
 )  # fmt: skip
+# Of those, the ones of weights: worth naming where no safetensors file is found.
+OTHER_WEIGHTS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth")
 # What downloaders call a file that they have not finished.
 UNFINISHED = frozenset({".aria2", ".crdownload", ".incomplete", ".part", ".tmp"})
 

@@ -18,7 +18,7 @@ from tensorlift.format.nearest import nearest
 from tensorlift.format.quoting import quote
 from tensorlift.options import LoadOptions
 
-__all__ = ["LOAD_FORMAT", "Settings", "forget", "parse", "remember", "remembered"]
+__all__ = ["LOAD_FORMAT", "Settings", "parse"]
 
 LOAD_FORMAT = "tensorlift"
 """What follows --load-format."""
@@ -103,21 +103,3 @@ def _why_not(key: str, known: Iterable[str]) -> str:
     close = nearest(key, known, 1)
     hint = f"did you mean {close[0]}?" if close else f"the known ones are {', '.join(known)}"
     return f"unknown setting {quote(key)}; {hint}"
-
-
-_kept: dict[str, Settings] = {}
-
-
-def remember(settings: Settings, engine: str) -> None:
-    """Keeps the configuration of the start for loads of this process that come without one."""
-    _kept[engine] = settings
-
-
-def remembered(engine: str) -> Settings | None:
-    """The configuration that the process started with; None where none was kept."""
-    return _kept.get(engine)
-
-
-def forget() -> None:
-    """For tests: as if nothing had been kept."""
-    _kept.clear()

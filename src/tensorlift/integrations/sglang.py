@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tensorlift.errors import OptionError
-from tensorlift.integrations.settings import LOAD_FORMAT, Settings, parse, remember, remembered
+from tensorlift.integrations.settings import LOAD_FORMAT, Settings, parse
 from tensorlift.integrations.versions import check_version
 
 __all__ = ["ENGINE", "PROVEN", "register", "settings_of", "tell_version"]
@@ -21,6 +21,9 @@ ENGINE = "SGLang"
 PROVEN = "0.5.23"
 _HOOKED = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
 _log = logging.getLogger("tensorlift.sglang")
+
+# What this process started with, for reloads.
+_started_with: Settings | None = None
 
 # Where SGLang reads weights by other ways than the loader, or in processes that know no plug-ins: argument,
 # the value without it, and what it is.
@@ -80,9 +83,7 @@ def _check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
     SGLang's main process runs it, before workers are started and before a device is touched.
     """
     previous(server_args)
-    from sglang.srt.arg_groups.model_override_base import resolving_view
-
-    view = resolving_view(server_args)
+    view = _view(server_args)
     formats = (getattr(view, "load_format", None), getattr(view, "speculative_draft_load_format", None))
     if LOAD_FORMAT not in formats:
         return
@@ -104,6 +105,19 @@ def _check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
             _log.warning("%s: %s changes nothing with load format %s", ENGINE, name, LOAD_FORMAT)
 
 
+def _view(server_args: Any) -> Any:
+    """The arguments as far as they are decided.
+
+    Those of other formats come through here too: where another SGLang has no such view, they must not fail.
+    """
+    try:
+        from sglang.srt.arg_groups.model_override_base import resolving_view
+
+        return resolving_view(server_args)
+    except (AttributeError, ImportError, TypeError):
+        return server_args
+
+
 def _take_load_format(original: Callable[[Any], None], config: Any) -> None:
     """Around ``LoadConfig._verify_load_format``, which knows only SGLang's own formats.
 
@@ -111,6 +125,7 @@ def _take_load_format(original: Callable[[Any], None], config: Any) -> None:
     configuration is taken out of the LoadConfig: SGLang makes loaders of its own from the same one (for LoRA
     adapters), and those refuse keys that they do not know.
     """
+    global _started_with
     given = config.load_format
     if not isinstance(given, str) or given.lower() != LOAD_FORMAT:
         original(config)
@@ -119,19 +134,14 @@ def _take_load_format(original: Callable[[Any], None], config: Any) -> None:
 
     # A reload from disk is configured with neither extra configuration nor rank: it gets that of the start.
     extra = config.model_loader_extra_config
-    started = remembered(ENGINE)
-    if extra or config.tp_rank is not None or started is None:
-        settings = parse(extra, ENGINE)
-        if extra or config.tp_rank is not None:
-            remember(settings, ENGINE)
-    else:
-        settings = started
-    config.tensorlift_settings = settings
+    if extra or config.tp_rank is not None:
+        _started_with = parse(extra, ENGINE)
+    config.tensorlift_settings = _started_with or parse(None, ENGINE)
     config.model_loader_extra_config = {}
     config.load_format = TensorliftModelLoader
 
 
 def settings_of(config: Any) -> Settings:
     """What ``_take_load_format`` has left in a LoadConfig; for one made in another way, that of the start."""
-    settings = getattr(config, "tensorlift_settings", None) or remembered(ENGINE)
-    return settings if settings is not None else parse(config.model_loader_extra_config, ENGINE)
+    settings: Settings | None = getattr(config, "tensorlift_settings", None)
+    return settings or _started_with or parse(config.model_loader_extra_config, ENGINE)

@@ -108,7 +108,7 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
                     log=_log,
                 )
         except BaseException as error:
-            self._delivery.failed(error)
+            self._delivery.failed(error, _log)
             raise
         DefaultModelLoader.postprocess_weights(model, target_device)
 

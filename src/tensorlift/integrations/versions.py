@@ -18,15 +18,13 @@ def check_version(
     log: logging.Logger,
     what: str = f"load format {LOAD_FORMAT}",
     without: str = "leave --load-format out",
-) -> bool:
-    """Whether the engine has the proven version; if not, that is said once a process, and it is tried.
+) -> None:
+    """Says once a process where the engine has not the proven version; it is tried nevertheless.
 
     ``what``: is shown with it; ``without``: how to do without that. What follows "+" is the build
     (``0.32.0+cpu``), which changes no interface.
     """
-    if found.partition("+")[0] == proven:
-        return True
-    if (engine, found) not in _told:
+    if found.partition("+")[0] != proven and (engine, found) not in _told:
         _told.add((engine, found))
         log.warning(
             "%s was shown with %s %s, and this is %s: trying it. If loading fails, %s, or install %s %s",
@@ -38,4 +36,3 @@ def check_version(
             engine,
             proven,
         )
-    return False

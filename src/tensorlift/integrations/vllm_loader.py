@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.weight_utils import (
 )
 from vllm.platforms import current_platform
 
-from tensorlift.errors import CheckpointError, RequestError, TensorliftError
+from tensorlift.errors import CheckpointError, RequestError
 from tensorlift.integrations.devices import check_device
 from tensorlift.integrations.settings import LOAD_FORMAT
 from tensorlift.integrations.vllm import ENGINE, check, log
@@ -77,15 +77,7 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
             with watch(model, self._is_optional) as coverage:
                 super().load_weights(model, model_config)
         except BaseException as error:
-            delivery.failed(error)
-            if delivery.last is not None and not isinstance(error, TensorliftError):
-                log.error(
-                    "load format %s: loading stopped with %s: %s. The model had tensor %r last",
-                    LOAD_FORMAT,
-                    type(error).__name__,
-                    error,
-                    delivery.last,
-                )
+            delivery.failed(error, log)
             raise
         finally:
             self._delivery = None

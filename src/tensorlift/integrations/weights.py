@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tensorlift import loading
-from tensorlift.errors import CheckpointError
-from tensorlift.format.listing import SUFFIX, natural_key
+from tensorlift.errors import CheckpointError, TensorliftError
+from tensorlift.format.listing import OTHER_WEIGHTS, SUFFIX, natural_key
 from tensorlift.format.quoting import clean
 from tensorlift.integrations import devices
 from tensorlift.integrations.settings import LOAD_FORMAT, Settings
@@ -26,7 +26,6 @@ from tensorlift.weights import Weights
 __all__ = ["Delivery", "check_files", "iterate", "other_weights", "rank", "summary", "world"]
 
 _SHOWN = 5
-_OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth", ".tensors")
 
 
 @dataclasses.dataclass
@@ -35,17 +34,21 @@ class Delivery:
 
     names: list[str] = dataclasses.field(default_factory=list)
     """Handed out, with their prefix, in order."""
-    stats: list[LoadStats] = dataclasses.field(default_factory=list)
-    """Of each pass that came to its end."""
     _open: list[Weights] = dataclasses.field(default_factory=list)
 
-    @property
-    def last(self) -> str | None:
-        """The tensor that the model has, or had last."""
-        return self.names[-1] if self.names else None
+    def failed(self, error: BaseException, log: logging.Logger) -> None:
+        """Says at which tensor a model stopped, and tells the other ranks why.
 
-    def failed(self, error: BaseException) -> None:
-        """Tells the other ranks why this one stops: a generator that is merely dropped could not."""
+        A generator that is merely dropped could do neither.
+        """
+        if self.names and not isinstance(error, TensorliftError):
+            log.error(
+                "load format %s: loading stopped with %s: %s. The model had tensor %r last",
+                LOAD_FORMAT,
+                type(error).__name__,
+                error,
+                self.names[-1],
+            )
         while self._open:
             self._open.pop().__exit__(type(error), error, error.__traceback__)
 
@@ -67,7 +70,7 @@ def other_weights(folder: str) -> list[str]:
         names = sorted(os.listdir(folder))
     except OSError:
         return []
-    return [os.path.join(folder, name) for name in names if name.lower().endswith(_OTHERS)]
+    return [os.path.join(folder, name) for name in names if name.lower().endswith(OTHER_WEIGHTS)]
 
 
 def check_files(files: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -116,42 +119,30 @@ def iterate(
     log: one line a rank, at the end, goes there.
     """
     paths = check_files(files)
-    delivery = Delivery() if delivery is None else delivery
-    return _pass(paths, settings, device, process_group, needed, prefix, delivery, opened, bar, log)
+    told = Delivery() if delivery is None else delivery
 
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        options = dict(settings.options)
+        with contextlib.ExitStack() as ending:
+            if bar is not None and settings.resolved().progress is None:
+                options["progress"] = ending.enter_context(bar())
+            weights = loading.open(
+                paths, devices.current_device(device), names=needed, process_group=process_group, **options
+            )
+            ending.enter_context(weights)
+            told._open.append(weights)
+            if opened is not None:
+                opened([prefix + name for name in weights.names])
+            for name, tensor in weights:
+                told.names.append(prefix + name)
+                yield prefix + name, tensor
+                del tensor  # what the model does not keep goes before the next one is made
+            if weights in told._open:
+                told._open.remove(weights)
+            stats = weights.stats
+        log.info("%s", summary(stats))
 
-def _pass(
-    paths: list[str],
-    settings: Settings,
-    device: torch.device,
-    process_group: Any,
-    needed: Callable[[str], bool] | None,
-    prefix: str,
-    delivery: Delivery,
-    opened: Callable[[list[str]], object] | None,
-    bar: Callable[[], AbstractContextManager[Report]] | None,
-    log: logging.Logger,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    options = dict(settings.options)
-    with contextlib.ExitStack() as ending:
-        if bar is not None and settings.resolved().progress is None:
-            options["progress"] = ending.enter_context(bar())
-        weights = loading.open(
-            paths, devices.current_device(device), names=needed, process_group=process_group, **options
-        )
-        ending.enter_context(weights)
-        delivery._open.append(weights)
-        if opened is not None:
-            opened([prefix + name for name in weights.names])
-        for name, tensor in weights:
-            delivery.names.append(prefix + name)
-            yield prefix + name, tensor
-            del tensor  # what the model does not keep goes before the next one is made
-        if weights in delivery._open:
-            delivery._open.remove(weights)
-        stats = weights.stats
-        delivery.stats.append(stats)
-    log.info("%s", summary(stats))
+    return tensors()
 
 
 def summary(stats: LoadStats) -> str:

@@ -7,7 +7,7 @@ import os
 import stat
 
 from tensorlift.errors import CheckpointError, CheckpointNotFoundError, FileError, MachineError, ReadError
-from tensorlift.format.listing import SUFFIX
+from tensorlift.format.listing import OTHER_WEIGHTS, SUFFIX
 from tensorlift.format.nearest import nearest
 from tensorlift.format.quoting import clean, plural, quote
 
@@ -20,8 +20,6 @@ _KINDS = (
     (stat.S_ISCHR, "a character device"),
     (stat.S_ISBLK, "a block device"),
 )
-# Other formats whose files are worth naming where a folder has no safetensors file.
-_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
 
 
 def refused(error: OSError, path: str, doing: str) -> FileError | MachineError:
@@ -72,7 +70,7 @@ def nothing_in(path: str, names: list[str], folders: list[str]) -> CheckpointNot
     elif not names:
         instead = "it is empty"
     else:
-        found = sorted({s for n in names for s in [os.path.splitext(n)[1].lower()] if s in _WEIGHTS})
+        found = sorted({s for n in names for s in [os.path.splitext(n)[1].lower()] if s in OTHER_WEIGHTS})
         shown = ", ".join(quote(name) for name in sorted(names)[:5])
         rest = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
         instead = f"it has {shown}{rest}"
