@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 import pytest
 
+from support import new_option
 from tensorlift.errors import OptionError
 from tensorlift.integrations import settings
-from tensorlift.options import LoadOptions
 
 
 def test_every_field_is_forwarded_without_a_list_of_its_own(monkeypatch):
-    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-    class More(LoadOptions):
-        brand_new: int | None = dataclasses.field(
-            default=None, metadata={"parse": lambda value, name: int(value)}
-        )
-
     with pytest.raises(OptionError, match="unknown setting 'brand_new'"):
         settings.parse({"brand_new": 3}, "engine")
-    monkeypatch.setattr(settings, "LoadOptions", More)
-    assert settings.parse({"brand_new": 3}, "engine").options == {"brand_new": 3}
+    new_option.added(monkeypatch)
+    assert settings.parse({"brand_new": "3"}, "engine").resolved().brand_new == 3
 
 
 def test_explicit_values_win_over_the_environment_and_null_does_not(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import subprocess
 import sys
@@ -15,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from support import fake_sglang
+from support import fake_sglang, new_option
 from support.checkpoints import random_row, write_safetensors
 from support.fake_sglang import Model, arguments, configuration, rows
 from tensorlift import loading
 from tensorlift.errors import CheckpointError, DeviceError, MismatchError, OptionError
-from tensorlift.integrations import settings, sglang
+from tensorlift.integrations import sglang
 from tensorlift.integrations import weights as weights_module
-from tensorlift.options import LoadOptions
 
 
 @pytest.fixture
@@ -145,23 +143,8 @@ def test_what_is_pointless_is_said(engine: fake_sglang.Engine, caplog: pytest.Lo
 def test_an_option_of_the_library_is_one_of_the_plugin(
     engine: fake_sglang.Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    field: Any = dataclasses.field(
-        default=None,
-        metadata={"parse": lambda value, name: int(value), "unit": "", "automatic": "", "doc": ""},
-    )
-    more = dataclasses.make_dataclass(
-        "More", [("brand_new", "int | None", field)], bases=(LoadOptions,), frozen=True, kw_only=True
-    )
-    monkeypatch.setattr(settings, "LoadOptions", more)
     write_safetensors(tmp_path / "model.safetensors", rows())
-    seen: dict[str, Any] = {}
-    opened = loading.open
-
-    def recorded(*args: Any, brand_new: int, **options: Any) -> Any:
-        seen["brand_new"] = brand_new
-        return opened(*args, **options)
-
-    monkeypatch.setattr(loading, "open", recorded)
+    seen = new_option.added(monkeypatch)
     engine.check(arguments(model_loader_extra_config='{"brand_new": 3}'))
     start(engine, tmp_path, model_loader_extra_config={"brand_new": 3})
     assert seen == {"brand_new": 3}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from support import fake_vllm
+from support import fake_vllm, new_option
 from tensorlift.errors import CheckpointError, DeviceError, MismatchError, OptionError, RequestError
 
 
@@ -75,6 +75,15 @@ def test_arguments_are_checked_where_the_configuration_is_made(vllm):
     draft = fake_vllm.LoadConfig("tensorlift", model_loader_extra_config={"copy": True})
     with pytest.raises(OptionError, match="copy"):
         EngineArgs("auto", draft=draft).create_engine_config()
+
+
+def test_an_option_of_the_library_is_one_of_the_plugin(vllm, folder, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+
+    seen = new_option.added(monkeypatch)
+    config = EngineArgs("tensorlift", {"brand_new": 3}).create_engine_config().load_config
+    vllm.loaders["tensorlift"](config).load_weights(Model(a=8, b=4), config_of(folder))
+    assert seen == {"brand_new": 3}
 
 
 def test_a_device_that_is_not_supported_is_refused_and_other_formats_are_not():
