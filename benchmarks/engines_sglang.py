@@ -81,6 +81,8 @@ def servers(runs: Any, models: Path, folder: Path) -> list[dict[str, Any]]:
                 memory = server.resident()
                 answers.append(server.generate())
                 text = server.text()
+            line = f"tensorlift: rank 0: {engines.data_bytes(models / model)} bytes"
+            proof = (line in text) == (load_format == "tensorlift")
             load = re.search(r"Load weight end\. elapsed=([\d.]+) s", text)
             tokens = re.search(r"max_total_num_tokens=(\d+)", text)
             records.append(
@@ -91,7 +93,7 @@ def servers(runs: Any, models: Path, folder: Path) -> list[dict[str, Any]]:
                     "ready_seconds": ready,
                     "memory": memory,
                     "kv_tokens": int(tokens[1]) if tokens else None,
-                    "ok": answers[-1] == answers[0],
+                    "ok": proof and answers[-1] == answers[0],
                 }
             )
     return records

@@ -1,4 +1,4 @@
-"""Runs in SGLang's own environment: ``python sglang_jobs.py RANK RANKS PORT < JOBS > RESULTS``; no test.
+"""Runs in SGLang's own environment: ``python sglang_jobs.py JOBS.json RESULTS.json``; no test.
 
 JOBS is a list of objects, run one after the other by one model runner in this process, for an import of
 SGLang takes longer than all of a tiny model's start:
@@ -9,6 +9,8 @@ SGLang takes longer than all of a tiny model's start:
     do           "generate", "state" (parameters alone, for what a CPU cannot run; in a fresh model, a draft
                  with ``draft``, and as on a GPU of ``capability``, which is only asked for), or
                  "reload" (what /update_weights_from_disk calls, then generate)
+
+The first job's ``rank``, ``tp`` and ``port`` are those of the process, ``arguments`` more of the server's.
 
 RESULTS has an object for each: ``tokens`` (greedy), ``logprobs`` (of prefill and of each step), ``state``
 (digests of parameters), ``log`` (of our logger), ``error``.
@@ -47,21 +49,22 @@ PROMPT = "hello world the quick"
 STEPS = 8
 
 
-def runner_of(model: str, rank: int, ranks: int, port: int) -> tuple[Any, Any]:
+def runner_of(job: dict[str, Any]) -> tuple[Any, Any]:
     """A model runner and the tokenizer; what arguments say is worked out as in the server."""
+    rank, own = job["rank"], ["--tp", str(job["tp"]), "--model-path", job["model"]]
     from sglang.benchmark import one_batch
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
     load_plugins()
-    server_args = prepare_server_args([*ARGUMENTS, "--tp", str(ranks), "--model-path", model])
+    server_args = prepare_server_args([*ARGUMENTS, *own, *job.get("arguments", ())])
     server_args.resolve_once()
     place = spawn_world_rank(server_args, tp_rank=rank, pp_rank=0)
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=place, gpu_id=rank))
     one_batch._init_process_global_configs()
     ports = PortArgs.init_new(server_args)
-    ports.nccl_port = port  # ranks are started apart, and meet there
+    ports.nccl_port = job["port"]  # ranks are started apart, and meet there
     runner, tokenizer = one_batch.load_model(server_args, ports, rank, rank)
     return runner.torch_runner, tokenizer
 
@@ -100,7 +103,7 @@ def state_of(model: Any) -> dict[str, str]:
     return found
 
 
-def load(model_config: Any, job: dict[str, Any], rank: int) -> Any:
+def load(model_config: Any, job: dict[str, Any]) -> Any:
     """A model, loaded as a start does it."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
@@ -109,7 +112,7 @@ def load(model_config: Any, job: dict[str, Any], rank: int) -> Any:
     model_config = copy.copy(model_config)
     model_config.model_path = job["model"]
     extra = job.get("extra") or {}
-    config = LoadConfig(load_format=job["load_format"], model_loader_extra_config=extra, tp_rank=rank)
+    config = LoadConfig(load_format=job["load_format"], model_loader_extra_config=extra, tp_rank=job["rank"])
     loader = get_model_loader(config, model_config)
     with contextlib.ExitStack() as pretended:
         if "capability" in job:
@@ -120,7 +123,7 @@ def load(model_config: Any, job: dict[str, Any], rank: int) -> Any:
     return model
 
 
-def run(runner: Any, tokenizer: Any, job: dict[str, Any], rank: int) -> dict[str, Any]:
+def run(runner: Any, tokenizer: Any, job: dict[str, Any]) -> dict[str, Any]:
     """What one job gives."""
     from sglang.srt.configs.model_config import ModelConfig
 
@@ -134,7 +137,7 @@ def run(runner: Any, tokenizer: Any, job: dict[str, Any], rank: int) -> dict[str
         if own:
             config = ModelConfig(job["model"], dtype="bfloat16", is_draft_model=job.get("draft", False))
         begin = time.perf_counter()
-        model = load(config, job, rank)
+        model = load(config, job)
         result["seconds"] = time.perf_counter() - begin
         result["state"] = state_of(model)
         if own:
@@ -146,11 +149,9 @@ def run(runner: Any, tokenizer: Any, job: dict[str, Any], rank: int) -> dict[str
 
 def main() -> None:
     """Of one rank."""
-    rank, ranks, port = map(int, sys.argv[1:4])
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # SGLang prints where it likes
-    jobs = json.load(sys.stdin)
-    runner, tokenizer = runner_of(jobs[0]["model"], rank, ranks, port)
+    with open(sys.argv[1]) as file:
+        jobs = json.load(file)
+    runner, tokenizer = runner_of(jobs[0])
     log = io.StringIO()
     logging.getLogger("tensorlift").addHandler(logging.StreamHandler(log))
     logging.getLogger("tensorlift").setLevel(logging.INFO)
@@ -162,12 +163,13 @@ def main() -> None:
         log.seek(0)
         log.truncate()
         try:
-            result = run(runner, tokenizer, job, rank)
+            result = run(runner, tokenizer, job)
         except Exception as error:  # noqa: BLE001 - whatever it is, the test is to see it
             result = {"error": f"{type(error).__name__}: {error}"}
         results.append({**result, "log": log.getvalue()})
-    json.dump(results, out)
-    out.flush()
+    with open(sys.argv[2], "w") as file:
+        json.dump(results, file)
+    sys.stdout.flush()
     os._exit(0)  # SGLang's threads would keep the process
 
 

@@ -5,12 +5,16 @@ Tests share processes: an import of SGLang takes longer than everything else.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from support import engines
-from support.sglang_runs import MARKS, MMAP, Results, job, loading_jobs, make_models, said_bytes, same
+from support.engines import EXTRA
+from support.sglang_runs import MARKS, Results, job, loading_jobs, make_models, said_bytes, same
 from tensorlift.options import HOST_BACKENDS
 
 pytestmark = MARKS
@@ -51,7 +55,7 @@ def llama(models: Path, broken: dict[str, tuple[Path, str]]) -> Results:
         "draft plain": job(models / "draft", "safetensors", do="state", draft=True),
         "draft": job(models / "draft", do="state", draft=True),
         # From here on reloads, with the configuration of the start before them.
-        "start": job(model, extra=MMAP),
+        "start": job(model, extra=EXTRA),
         "reload": job(model, do="reload"),
         "reload truncated": job(broken["truncated"][0], do="reload"),
         "reload lacking": job(broken["no_up"][0], do="reload"),
@@ -161,6 +165,29 @@ def test_a_reload_that_is_refused_leaves_the_weights(llama: Results, name: str, 
     same(llama[f"reload {name}"], llama["plain"])
 
 
+def test_experts_on_two_ranks_that_have_half_of_them_each(models: Path) -> None:
+    parallel, moe = {"do": "state", "arguments": ["--ep-size", "2"]}, models / "moe"
+    results = Results(
+        models,
+        {
+            "process": job(models / "llama", "safetensors", **parallel),
+            "plain": job(moe, "safetensors", do="state"),
+            "auto": job(moe, do="state"),
+            "gather": job(moe, do="state", extra={"exchange": "gather"}),
+        },
+        ranks=2,
+    )
+    tensors = {name: t for shard in moe.glob("*.safetensors") for name, t in load_file(shard).items()}
+    place = "model.layers.0.mlp.experts"
+    for number, rank in enumerate(results.by_rank):
+        for name in ("auto", "gather"):
+            assert rank[name]["state"] == rank["plain"]["state"]
+            assert said_bytes(rank[name]) == engines.data_bytes(moe)
+        own = [tensors[f"{place}.{4 * number + k}.down_proj.weight"] for k in range(4)]  # whole, of 8
+        digest = hashlib.sha256(torch.stack(own).view(torch.uint8).numpy().tobytes()).hexdigest()
+        assert rank["auto"]["state"][f"{place}.w2_weight"] == digest
+
+
 def test_two_ranks(models: Path) -> None:
     model = models / "llama"
     results = Results(
@@ -169,7 +196,7 @@ def test_two_ranks(models: Path) -> None:
             "plain": job(model, "safetensors"),
             "auto": job(model),
             "gather": job(model, extra={"exchange": "gather"}),
-            "none": job(model, extra={"exchange": "none", **MMAP}),
+            "none": job(model, extra={"exchange": "none", **EXTRA}),
             "reload": job(model, do="reload"),
             "moe plain": job(models / "moe", "safetensors", do="state"),
             "moe": job(models / "moe", do="state", extra={"exchange": "gather"}),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from support import engines
-from support.sglang_runs import MARKS, MMAP, make_models, served
+from support.engines import EXTRA
+from support.sglang_runs import MARKS, make_models, served
 
 pytestmark = MARKS
 
@@ -28,7 +29,7 @@ def test_a_server_serves_and_reloads(models: Path, tmp_path: Path) -> None:
         expected = plain.generate()
         plain.reload(models / "broken" / "flipped")
         expected_flipped = plain.generate()
-    extra = json.dumps(MMAP)
+    extra = json.dumps(EXTRA)
     arguments = ["--load-format", "tensorlift", "--model-loader-extra-config", extra]
     with served(model, tmp_path / "ours.log", *arguments) as ours:
         ours.wait()
@@ -61,4 +62,4 @@ def test_a_server_does_not_half_start(
         code = server.child.wait(300)
         assert code != 0
         assert text in server.text()
-        assert server.left() == []
+        assert engines.left(server.child.pid) == []

@@ -14,8 +14,6 @@ from support import engines, sglang_runs
 
 VLLM, SGLANG = engines.interpreter("vllm"), engines.interpreter("sglang")
 pytestmark = pytest.mark.timeout(900)
-EXTRA = {"backend": "MMAP", "chunk_size": 8388608, "io_depth": 2}
-CONFLICT = {"TENSORLIFT_BACKEND": "PREAD", "TENSORLIFT_CHUNK_SIZE": "4096"}
 FLIPPED = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -26,7 +24,7 @@ def jobs(models: Path) -> dict[str, dict[str, Any]]:
     return {
         "plain": {**ours, "model": model, "load_format": "safetensors"},
         "defaults": {**ours, "model": model},
-        "extra": {**ours, "model": model, "extra": EXTRA, "environ": CONFLICT},
+        "extra": {**ours, "model": model, "extra": engines.EXTRA, "environ": engines.CONFLICT},
         "flipped": {**ours, "model": flipped},
     }
 

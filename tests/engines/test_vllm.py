@@ -5,11 +5,15 @@ One process runs all that can share one, for importing vLLM takes longer than a 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 from typing import Any
 
 import pytest
 
 from support import engines
+from support.engines import CONFLICT, EXTRA
 
 PYTHON = engines.interpreter("vllm")
 pytestmark = [
@@ -18,8 +22,6 @@ pytestmark = [
     ),
     pytest.mark.timeout(1200),
 ]
-EXTRA = {"backend": "MMAP", "chunk_size": 8388608, "io_depth": 2}
-CONFLICT = {"TENSORLIFT_BACKEND": "AIO", "TENSORLIFT_CHUNK_SIZE": "4096", "TENSORLIFT_IO_DEPTH": "7"}
 MODELS = ("llama", "qwen2tied")
 LOADED_ONLY = ("moe", "fp8")
 
@@ -109,6 +111,34 @@ def test_the_same_parameters_where_no_forward_runs(results, model):
 def test_what_is_wrong_with_a_checkpoint_ends_the_start_with_our_message(results):
     for name, (_, says) in results["broken"].items():
         assert says in results[name].get("error", "it started"), name
+
+
+@pytest.mark.parametrize(
+    ("model", "extra", "text"),
+    [
+        ("broken/no_up", "{}", "gate_up_proj.weight (part 2 of 2)"),
+        ("broken/missing_shard", "{}", "model-00002-of-00003.safetensors"),
+        ("llama", '{"chunk_sise": 4096}', "did you mean chunk_size"),
+    ],
+)
+def test_a_server_does_not_half_start(results, tiny, folder, model, extra, text):
+    """With an engine in a process of its own, as it is served."""
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny / model)]
+    command += ["--load-format", "tensorlift", "--model-loader-extra-config", extra, "--port", "29599"]
+    command += ["--dtype", "bfloat16", "--max-model-len", "128", "--enforce-eager"]
+    environ = engines.environment(folder) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    said = folder / "server.log"
+    with said.open("wb") as out:
+        server = subprocess.Popen(
+            command, env=environ, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        assert server.wait(300) != 0
+        assert text in said.read_text(errors="replace")
+        assert engines.left(server.pid) == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, 9)
 
 
 def test_not_strict_warns(results):

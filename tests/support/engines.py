@@ -6,10 +6,12 @@ is not installed there: a folder on PYTHONPATH has it, from this tree, with the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ROOT / "tests" / "engines"
 INDEX = "model.safetensors.index.json"
+EXTRA = {"backend": "MMAP", "chunk_size": 8388608, "io_depth": 2}
+"""An extra configuration, and what in the environment it has to override."""
+CONFLICT = {"TENSORLIFT_BACKEND": "AIO", "TENSORLIFT_CHUNK_SIZE": "4096", "TENSORLIFT_IO_DEPTH": "7"}
 
 
 def interpreter(engine: str) -> str | None:
@@ -44,26 +49,76 @@ def plugin(folder: Path) -> Path:
     return folder
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """That of an engine's process: with the package of this tree, and the settings of ours cleared."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TENSORLIFT_")}
+    return kept | {"PYTHONPATH": str(plugin(folder / "plugin")), "HF_HUB_OFFLINE": "1"}
+
+
 def start(
-    python: str, script: str, *arguments: object, folder: Path, environ: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """A script of tests/engines in an engine's environment, with the settings of ours in ours cleared."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TENSORLIFT_")}
-    clean |= {"PYTHONPATH": str(plugin(folder / "plugin")), "HF_HUB_OFFLINE": "1", **(environ or {})}
+    python: str,
+    script: str,
+    *arguments: object,
+    folder: Path,
+    said: Path,
+    environ: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """A script of tests/engines in an engine's environment; what it prints goes to a file.
+
+    A pipe that nobody reads yet would stop a rank that the others wait for.
+    """
     command = [python, str(ENGINES / script), *map(str, arguments)]
-    return subprocess.Popen(
-        command, env=clean, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    with said.open("wb") as out:
+        return subprocess.Popen(
+            command,
+            env=environment(folder) | dict(environ or {}),
+            cwd=folder,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def tiny(python: str, folder: Path) -> Path:
     """The tiny checkpoints, written once a folder."""
     made = folder / "tiny"
     if not (made / "fp8").exists():
-        process = start(python, "tiny.py", made, folder=folder)
-        text, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, text
+        said = folder / "tiny.log"
+        assert start(python, "tiny.py", made, folder=folder, said=said).wait(300) == 0, said.read_text()
     return made
+
+
+def run_ranks(
+    python: str,
+    script: str,
+    jobs: Sequence[Mapping[str, Any]],
+    ranks: int,
+    folder: Path,
+    environ: Mapping[str, str] | None = None,
+    timeout: float = 900,
+) -> list[tuple[list[dict[str, Any]], str]]:
+    """Of each rank the results and all that it printed.
+
+    Each is a process that runs the same jobs, with its ``rank`` added, and ``tp`` where a job has none.
+    """
+    running, done = [], []
+    try:
+        for rank in range(ranks):
+            given, results, said = (folder / f"{what}-{rank}" for what in ("jobs", "results", "said"))
+            given.write_text(json.dumps([{"tp": ranks, **job, "rank": rank} for job in jobs]))
+            results.unlink(missing_ok=True)
+            process = start(python, script, given, results, folder=folder, said=said, environ=environ)
+            running.append((process, results, said))
+        for process, results, said in running:
+            process.wait(timeout)
+            found = json.loads(results.read_text()) if results.exists() else []
+            text = said.read_text(errors="replace")
+            assert len(found) == len(jobs), f"{len(found)} of {len(jobs)} jobs ended:\n{text[-6000:]}"
+            done.append((found, text))
+    finally:
+        for process, _, _ in running:
+            process.kill()
+            process.wait()
+    return done
 
 
 def run_jobs(
@@ -75,44 +130,23 @@ def run_jobs(
     timeout: float = 900,
 ) -> tuple[list[dict[str, Any]], str]:
     """The results of jobs in one process, and all that it printed."""
-    given, results = folder / "jobs.json", folder / "results.json"
-    given.write_text(json.dumps(list(jobs)))
-    results.unlink(missing_ok=True)
-    process = start(python, script, given, results, folder=folder, environ=environ)
-    try:
-        text, _ = process.communicate(timeout=timeout)
-    finally:
-        process.kill()
-    done = json.loads(results.read_text()) if results.exists() else []
-    assert len(done) == len(jobs), f"{len(done)} of {len(jobs)} jobs came to an end:\n{text[-5000:]}"
-    return done, text
+    return run_ranks(python, script, jobs, 1, folder, environ, timeout)[0]
 
 
-def run_ranks(
-    python: str,
-    script: str,
-    jobs: Sequence[Mapping[str, Any]],
-    ranks: int,
-    folder: Path,
-    timeout: float = 900,
-) -> list[list[dict[str, Any]]]:
-    """The results of each rank, where each is a process that runs the same jobs, with its ``rank`` added."""
-    running = []
-    for rank in range(ranks):
-        given, results = folder / f"jobs-{rank}.json", folder / f"results-{rank}.json"
-        given.write_text(json.dumps([{**job, "rank": rank, "tp": ranks} for job in jobs]))
-        results.unlink(missing_ok=True)
-        running.append((start(python, script, given, results, folder=folder), results))
-    done = []
-    try:
-        for process, results in running:
-            text, _ = process.communicate(timeout=timeout)
-            done.append(json.loads(results.read_text()) if results.exists() else [])
-            assert len(done[-1]) == len(jobs), text[-5000:]
-    finally:
-        for process, _ in running:
-            process.kill()
-    return done
+def left(session: int, patience: float = 30.0) -> list[str]:
+    """Processes of a session that still run, after some time to end; not those that wait to be collected."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        found = []
+        for place in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = place.read_text(errors="replace").rpartition(")")[2].split()
+                if int(fields[3]) == session and fields[0] not in "ZX":
+                    found.append(place.parent.name)
+        if not found:
+            break
+        time.sleep(0.5)
+    return found
 
 
 def data_bytes(checkpoint: Path) -> int:

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support import engines
+from support.engines import CONFLICT, EXTRA
 from tensorlift.options import HOST_BACKENDS
 
 PYTHON = engines.interpreter("sglang") or ""
@@ -27,20 +28,8 @@ MARKS = [
     pytest.mark.skipif(not PYTHON, reason="TENSORLIFT_TEST_SGLANG names no Python with SGLang"),
     pytest.mark.timeout(900),
 ]
-MMAP = {"backend": "MMAP", "chunk_size": 8388608, "io_depth": 2}
-CONFLICTING = {
-    "TENSORLIFT_BACKEND": "PREAD",
-    "TENSORLIFT_CHUNK_SIZE": "4096",
-    "TENSORLIFT_IO_DEPTH": "7",
-    "TENSORLIFT_THREADS": "1",
-}
+OWN = {"SGLANG_USE_CPU_ENGINE": "1"}
 NORM = "model.norm.weight"
-
-
-def engine_environment(folder: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TENSORLIFT_")}
-    own = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(engines.plugin(folder))}
-    return kept | own
 
 
 def free_port() -> int:
@@ -80,41 +69,16 @@ def make_models(folder: Path) -> Path:
     return models
 
 
-def run_jobs(folder: Path, jobs: list[dict[str, Any]], ranks: int = 1) -> list[list[dict[str, Any]]]:
-    """The results of each rank."""
-    port = free_port()
-    command = [PYTHON, str(engines.ENGINES / "sglang_jobs.py")]
-    environ = engine_environment(folder / "plugin")
-    if ranks > 1:
-        environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
-    given = folder / "jobs.json"
-    given.write_text(json.dumps(jobs))
-    children = []
-    for rank in range(ranks):
-        with given.open() as stdin, (folder / f"said-{rank}").open("wb") as said:
-            arguments = [*command, str(rank), str(ranks), str(port)]
-            children.append(
-                subprocess.Popen(arguments, stdin=stdin, stdout=subprocess.PIPE, stderr=said, env=environ)
-            )
-    results = []
-    try:
-        for rank, child in enumerate(children):
-            out, _ = child.communicate(timeout=600)
-            assert child.returncode == 0, (folder / f"said-{rank}").read_text(errors="replace")[-6000:]
-            results.append(json.loads(out))
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    return results
-
-
 class Results:
-    """Jobs by name, run in one process."""
+    """Jobs by name, run in one process a rank."""
 
     def __init__(self, folder: Path, jobs: dict[str, dict[str, Any]], ranks: int = 1) -> None:
-        outputs = run_jobs(folder, [{"do": "generate", **job} for job in jobs.values()], ranks)
-        self.by_rank = [dict(zip(jobs, output, strict=True)) for output in outputs]
+        given = [{"do": "generate", "port": free_port(), **job} for job in jobs.values()]
+        environ = (
+            OWN | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))} if ranks > 1 else OWN
+        )
+        outputs = engines.run_ranks(PYTHON, "sglang_jobs.py", given, ranks, folder, environ)
+        self.by_rank = [dict(zip(jobs, results, strict=True)) for results, _ in outputs]
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         return self.by_rank[0][name]
@@ -142,11 +106,11 @@ def loading_jobs(model: Path) -> dict[str, dict[str, Any]]:
     return {
         "plain": job(model, "safetensors"),
         "defaults": job(model),
-        "mmap": job(model, extra=MMAP),
+        "mmap": job(model, extra=EXTRA),
         **{name: job(model, extra={"backend": name}) for name in HOST_BACKENDS},
-        "conflicting": job(model, extra=MMAP, environ=CONFLICTING),
+        "conflicting": job(model, extra=EXTRA, environ=CONFLICT),
         "null": job(model, extra={"backend": None}, environ={"TENSORLIFT_BACKEND": "MMAP"}),
-        "as text": job(model, extra=json.dumps(MMAP)),
+        "as text": job(model, extra=json.dumps(EXTRA)),
     }
 
 
@@ -180,7 +144,7 @@ class Server:
                 [PYTHON, *SERVER, "--model-path", str(model), "--port", str(self.port), *arguments],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=engine_environment(log.parent / "plugin"),
+                env=engines.environment(log.parent) | OWN,
                 start_new_session=True,
             )
 
@@ -229,21 +193,6 @@ class Server:
 
     def reload(self, model: Path) -> Any:
         return self.ask("/update_weights_from_disk", {"model_path": str(model)})
-
-    def left(self, patience: float = 30.0) -> list[str]:
-        """Its processes that still run, after some time to end; not those that wait to be collected."""
-        end = time.monotonic() + patience
-        while time.monotonic() < end:
-            found = []
-            for place in Path("/proc").glob("[0-9]*/stat"):
-                with contextlib.suppress(OSError):
-                    fields = place.read_text(errors="replace").rpartition(")")[2].split()
-                    if int(fields[2]) == self.child.pid and fields[0] not in "ZX":
-                        found.append(place.parent.name)
-            if not found:
-                break
-            time.sleep(0.5)
-        return found
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
