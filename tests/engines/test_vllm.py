@@ -51,6 +51,8 @@ def results(folder, tiny) -> dict[str, Any]:
     broken = engines.broken(tiny)
     job("reload", tiny / "llama", do="reload", reload=str(tiny / "broken" / "flipped"))
     job("bad reload", tiny / "llama", do="reload", reload=str(broken["no_up"][0]))
+    draft = {"model": str(engines.draft_of(tiny / "llama", "LlamaForCausalLM")), "method": "eagle"}
+    job("draft", tiny / "llama", more={"speculative_config": {**draft, "num_speculative_tokens": 1}})
     job("wrong key", tiny / "llama", extra={"num_threads": 3})
     for model in LOADED_ONLY:
         job(f"{model} plain", tiny / model, "safetensors", "state")
@@ -81,6 +83,15 @@ def test_the_same_tokens_and_log_probabilities(results, tiny, model, how):
 
 def test_one_flipped_bit_changes_the_output(results):
     assert results["flipped"]["outputs"] != results["llama default"]["outputs"]
+
+
+def test_a_draft_that_has_embedding_and_head_from_its_target(results, tiny):
+    draft = results["draft"]
+    assert "error" not in draft, draft["error"]
+    tokens = [[one["tokens"] for one in results[name]["outputs"]] for name in ("draft", "llama plain")]
+    assert tokens[0] == tokens[1]
+    for line, name in zip(summaries(draft), ("llama", "draft"), strict=True):
+        assert f" {engines.data_bytes(tiny / name)} bytes " in line
 
 
 def test_a_reload_while_serving(results):

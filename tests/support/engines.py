@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,6 +191,25 @@ def flipped(checkpoint: Path, name: str, tensor: str) -> Path:
             path.write_bytes(content)
             return target
     raise AssertionError(f"no tensor {tensor}")
+
+
+def draft_of(model: Path, architecture: str) -> Path:
+    """An EAGLE draft: the first layer of a llama, and what takes hidden states in; no embedding, no head."""
+    found = {
+        name.removeprefix("model."): tensor
+        for shard in model.glob("*.safetensors")
+        for name, tensor in load_file(shard).items()
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name
+    }
+    found["fc.weight"] = torch.rand(64, 128).bfloat16()
+    found["fc.bias"] = torch.rand(64).bfloat16()
+    target = model.parent / "draft"
+    shutil.copytree(model, target, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
+    save_file(found, target / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": [architecture], "num_hidden_layers": 1}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
 
 
 def broken(tiny_folder: Path) -> dict[str, tuple[Path, str]]:

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from support import engines
 from support.engines import CONFLICT, EXTRA
@@ -38,29 +36,11 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def draft_of(model: Path, target: Path) -> Path:
-    """An EAGLE draft: the first layer of a llama, and what takes hidden states in; no embedding, no head."""
-    found = {
-        name.removeprefix("model."): tensor
-        for shard in model.glob("*.safetensors")
-        for name, tensor in load_file(shard).items()
-        if name.startswith("model.layers.0.") and "input_layernorm" not in name
-    }
-    found["fc.weight"] = torch.rand(64, 128).bfloat16()
-    found["fc.bias"] = torch.rand(64).bfloat16()
-    target.mkdir()
-    save_file(found, target / "model.safetensors")
-    config = json.loads((model / "config.json").read_text())
-    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
-    (target / "config.json").write_text(json.dumps(config))
-    return target
-
-
 def make_models(folder: Path) -> Path:
     """The tiny checkpoints, a draft for the llama, and below "broken" copies of it that differ."""
     models = engines.tiny(PYTHON, folder)
     llama = models / "llama"
-    draft_of(llama, models / "draft")
+    engines.draft_of(llama, "LlamaForCausalLMEagle")
     engines.flipped(llama, "flipped", NORM)
     pickles = engines.copied(llama, "pickles")
     (pickles / engines.INDEX).unlink()
