@@ -3,6 +3,7 @@
 #define _POSIX_C_SOURCE 200809L /* mkstemp */
 
 #include "tensorlift.h"
+#include "tensorlift_fork.h"
 
 #include <fcntl.h>
 #include <stdio.h>
@@ -115,6 +116,28 @@ static void print_layout_of_answers(void) {
     FIELD(tl_trace_event, thread);
     FIELD(tl_trace_event, stage);
     FIELD(tl_trace_event, path);
+}
+
+static void print_layout_of_forks(void) {
+    printf("tl_sender_stats %zu\n", sizeof(tl_sender_stats));
+    FIELD(tl_sender_stats, struct_size);
+    FIELD(tl_sender_stats, connections);
+    FIELD(tl_sender_stats, sent_bytes);
+    FIELD(tl_sender_stats, sent_chunks);
+    FIELD(tl_sender_stats, refused_chunks);
+    FIELD(tl_sender_stats, stale_chunks);
+    FIELD(tl_sender_stats, bad_requests);
+    printf("tl_chunk %zu\n", sizeof(tl_chunk));
+    FIELD(tl_chunk, struct_size);
+    FIELD(tl_chunk, region);
+    FIELD(tl_chunk, offset);
+    FIELD(tl_chunk, nbytes);
+    FIELD(tl_chunk, epoch);
+    FIELD(tl_chunk, digest);
+    FIELD(tl_chunk, milliseconds);
+    FIELD(tl_chunk, outcome);
+    FIELD(tl_chunk, verified);
+    FIELD(tl_chunk, seed_epoch);
 }
 
 static void layout_is_packed_as_documented(void) {
@@ -264,6 +287,7 @@ int main(int argc, char **argv) {
     if (argc > 1 && strcmp(argv[1], "--layout") == 0) {
         print_layout();
         print_layout_of_answers();
+        print_layout_of_forks();
         return 0;
     }
     enum { SIZE = 5000 };
