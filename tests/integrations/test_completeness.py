@@ -99,6 +99,33 @@ def test_each_expert_and_both_halves_of_w13():
     assert not model.w13_weight.data[:, 5].any()
 
 
+def test_scales_and_biases_of_each_expert():
+    model = Layer(w13_scale=torch.ones(4, 2), w2_scale=torch.ones(4), w13_bias=torch.zeros(4, 12))
+    model.local_num_experts = 4
+    with watch(model, never) as coverage:
+        model.w13_scale.data[torch.arange(4) != 2] = 0.5
+        model.w13_scale.data[2, 0] = 0.5
+        model.w2_scale.data[:3] = 0.5
+        model.w13_bias.data[1:] = 1
+        model.w13_bias.data[0, 6:] = 1
+    assert coverage.missing == [
+        "w13_scale (local expert 2, half 2)",
+        "w2_scale (local expert 3)",
+        "w13_bias (local expert 0, half 1)",
+    ]
+
+
+def test_experts_whose_weights_are_transposed():
+    model = Layer(w13_qweight=torch.zeros(4, 6, 16, dtype=torch.int32), w13_g_idx=torch.zeros(4, 6))
+    model.local_num_experts = 4
+    model.w13_qweight.is_transposed = model.w13_g_idx.is_transposed = True
+    with watch(model, never) as coverage:
+        model.w13_qweight.data[:, :, :8] = 1
+        model.w13_qweight.data[:3, :, 8:] = 1
+        model.w13_g_idx.data[:3] = 1
+    assert coverage.missing == ["w13_qweight (local expert 3, half 2)", "w13_g_idx (local expert 3)"]
+
+
 def test_tied_optional_meta_and_empty_parameters_are_no_false_alarms():
     model = torch.nn.Module()
     model.embed, model.head = Layer(weight=torch.zeros(32, 4)), Layer()

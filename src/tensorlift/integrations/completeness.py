@@ -125,13 +125,8 @@ def _parts(
     if data.dim() == 0:
         yield "", data.reshape(1)
         return
-    if data.dim() >= 3 and _experts(module) == data.shape[0]:
-        # w13 holds two tensors of each expert.
-        halves = 2 if "w13" in own and data.shape[1] % 2 == 0 else 1
-        rows = data.shape[1] // halves
-        for half in range(halves):
-            which = f", half {half + 1}" if halves > 1 else ""
-            yield f" (local expert {{}}{which})", _line(data.narrow(1, half * rows, rows), 1, 0)
+    if _experts(module) == data.shape[0] and (data.dim() > 2 or data.element_size() > 1):
+        yield from _parts_of_experts(own, module, parameter, data)
         return
     # Engines of this family say so where several tensors make one parameter, and along which dimension.
     dim = getattr(parameter, "output_dim", 0)
@@ -144,6 +139,26 @@ def _parts(
     for place, size in enumerate(sizes):
         yield f" (part {place + 1} of {len(sizes)})", _line(data.narrow(dim, begin, size), dim)
         begin += size
+
+
+def _parts_of_experts(
+    own: str, module: torch.nn.Module, parameter: torch.Tensor, data: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of what has a row for each expert: weights, biases, and scales, which may be one number each.
+
+    w13 holds two tensors of each expert, one after the other along their outputs: those come last where
+    the engine has weights transposed.
+    """
+    transposed = getattr(parameter, "is_transposed", False) or getattr(module, "use_triton_kernels", False)
+    dim = 2 if transposed else 1
+    if dim >= data.dim():
+        yield " (local expert {})", data.reshape(len(data), -1)[:, :_MARKS]
+        return
+    halves = 2 if "w13" in own and data.shape[dim] % 2 == 0 else 1
+    size = data.shape[dim] // halves
+    for half in range(halves):
+        which = f", half {half + 1}" if halves > 1 else ""
+        yield f" (local expert {{}}{which})", _line(data.narrow(dim, half * size, size), dim, 0)
 
 
 def _shares(sizes: object, length: int) -> list[int] | None:
