@@ -133,3 +133,12 @@ def test_other_kinds_of_weights_are_named(tmp_path):
         (tmp_path / name).touch()
     assert [path.rpartition("/")[2] for path in weights.other_weights(str(tmp_path))] == ["a.bin", "c.PT"]
     assert weights.other_weights(str(tmp_path / "nowhere")) == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_an_index_that_is_none_is_named(tmp_path, text):
+    weights.check_index(str(tmp_path / "nowhere"))
+    weights.check_index(str(tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        weights.check_index(str(tmp_path))

@@ -136,6 +136,19 @@ def test_kinds_of_files(vllm, folder):
         loader(vllm).load_weights(Model(a=8), config_of(folder))
 
 
+def test_an_index_that_vllm_stumbles_over(vllm, folder, monkeypatch):
+    def stumbling(self, *arguments):
+        raise KeyError("weight_map")
+
+    made = loader(vllm)
+    monkeypatch.setattr(type(made).__mro__[1], "_prepare_weights", stumbling)
+    with pytest.raises(KeyError, match="weight_map"):
+        made.load_weights(Model(a=8), config_of(folder))
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"index\.json: the index has no 'weight_map'"):
+        made.load_weights(Model(a=8), config_of(folder))
+
+
 def test_a_strategy_of_vllms_own_reading_is_not_dropped_silently(vllm, folder, caplog):
     loader(vllm, safetensors_load_strategy="eager").load_weights(Model(a=8), config_of(folder))
     assert "--safetensors-load-strategy eager" in caplog.text

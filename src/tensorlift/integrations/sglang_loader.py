@@ -25,7 +25,7 @@ from tensorlift.integrations.bars import byte_bar
 from tensorlift.integrations.devices import check_device
 from tensorlift.integrations.settings import LOAD_FORMAT
 from tensorlift.integrations.sglang import ENGINE, settings_of, tell_version
-from tensorlift.integrations.weights import Delivery, check_files, iterate, other_weights, rank, world
+from tensorlift.integrations.weights import Delivery, check_files, check_index, iterate, other_weights, rank, world
 
 __all__ = ["TensorliftModelLoader", "may_be_missing"]
 
@@ -166,6 +166,9 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
                 source.fall_back_to_pt,
                 source.allow_patterns_overrides,
             )
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            check_index(source.model_or_path)
+            raise
         except RuntimeError as error:
             # It has found nothing, or not all that the index lists; what it passed over says why.
             folder = source.model_or_path

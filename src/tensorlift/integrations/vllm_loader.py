@@ -135,7 +135,7 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
 
     def _files(self, source: Any) -> list[str]:
         """What vLLM chooses, downloaded if need be; its refusals with the names of what is there."""
-        from tensorlift.integrations.weights import check_files, other_weights
+        from tensorlift.integrations.weights import check_files, check_index, other_weights
 
         try:
             folder, chosen, _, index = self._prepare_weights(
@@ -149,6 +149,9 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
             raise CheckpointError(
                 f"load format {LOAD_FORMAT!r}: {error}. A shard is missing; download or copy it again"
             ) from error
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            check_index(source.model_or_path)
+            raise
         except RuntimeError as error:
             # It has found nothing; what it passed over says why.
             if others := other_weights(source.model_or_path):

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from tensorlift import loading
 from tensorlift.errors import CheckpointError, TensorliftError
-from tensorlift.format.listing import OTHER_WEIGHTS, SUFFIX, natural_key
+from tensorlift.format.listing import INDEX_SUFFIX, OTHER_WEIGHTS, SUFFIX, natural_key, parse_index
 from tensorlift.format.quoting import clean
 from tensorlift.integrations import devices
 from tensorlift.integrations.settings import LOAD_FORMAT, Settings
@@ -23,7 +24,7 @@ from tensorlift.progress import Report
 from tensorlift.stats import LoadStats, human_bytes
 from tensorlift.weights import Weights
 
-__all__ = ["Delivery", "check_files", "iterate", "other_weights", "rank", "summary", "world"]
+__all__ = ["Delivery", "check_files", "check_index", "iterate", "other_weights", "rank", "summary", "world"]
 
 _SHOWN = 5
 
@@ -71,6 +72,20 @@ def other_weights(folder: str) -> list[str]:
     except OSError:
         return []
     return [os.path.join(folder, name) for name in names if name.lower().endswith(OTHER_WEIGHTS)]
+
+
+def check_index(folder: str) -> None:
+    """For where an engine stumbled over what it read: CheckpointError if an index of the folder is wrong.
+
+    Engines read it as if it were right, and end with a KeyError that names no file.
+    """
+    try:
+        paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(INDEX_SUFFIX)]
+        texts = [Path(path).read_bytes() for path in paths]
+    except OSError:  # none of a folder here, or one that the engine has its own words for
+        return
+    for path, text in zip(paths, texts, strict=True):
+        parse_index(text, path)
 
 
 def check_files(files: Sequence[str | os.PathLike[str]]) -> list[str]:
