@@ -46,10 +46,18 @@ def test_what_is_refused_is_named(key, says):
     assert "vLLM" in str(caught.value)
 
 
-@pytest.mark.parametrize("extra", [3, ["backend"], "[1]", "{", {1: 2}])
+@pytest.mark.parametrize(
+    "extra", [3, ["backend"], "[1]", "{", {1: 2}, '{"a":' * 100_000, ["x" * 100_000], {"strict": "x" * 100_000}]
+)
 def test_what_is_no_object_is_refused(extra):
-    with pytest.raises(OptionError, match="extra configuration"):
+    with pytest.raises(OptionError, match="extra configuration") as caught:
         settings.parse(extra, "vLLM")
+    assert len(str(caught.value)) < 500
+
+
+def test_a_setting_that_comes_twice_is_refused():
+    with pytest.raises(OptionError, match="'strict' comes twice"):
+        settings.parse('{"strict": false, "backend": "MMAP", "strict": true}', "SGLang")
 
 
 def test_values_are_checked_where_the_configuration_is_made(monkeypatch):

@@ -71,7 +71,7 @@ def parse(extra: object, engine: str) -> Settings:
             raise OptionError(f"{where}: {_why_not(key, [*fields, *own])}")
     strict = given.get("strict")
     if not isinstance(strict, bool) and strict is not None:
-        raise OptionError(f"{where}: strict is {strict!r}; expected true, false or null")
+        raise OptionError(f"{where}: strict is {quote(strict)}; expected true, false or null")
     options = {key: value for key, value in given.items() if key in fields and value is not None}
     settings = Settings(options, strict is not False)
     try:
@@ -86,12 +86,26 @@ def _as_mapping(extra: object, where: str) -> Mapping[str, Any]:
         return {}
     if isinstance(extra, str):
         try:
-            extra = json.loads(extra)
+            extra = json.loads(extra, object_pairs_hook=_once)
+        except RecursionError:
+            raise OptionError(f"{where} is JSON that is nested too deeply") from None
         except ValueError as error:
             raise OptionError(f"{where} is no JSON ({error})") from None
     if not isinstance(extra, Mapping) or not all(isinstance(key, str) for key in extra):
-        raise OptionError(f"{where} is {extra!r}; expected a JSON object with the names of settings as keys")
+        raise OptionError(
+            f"{where} is {quote(extra)}; expected a JSON object with the names of settings as keys"
+        )
     return extra
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two values for one setting, one would be dropped silently."""
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"{quote(key)} comes twice")
+        table[key] = value
+    return table
 
 
 def _why_not(key: str, known: Iterable[str]) -> str:
