@@ -128,11 +128,15 @@ def from_pretrained(
     if not os.path.isdir(path):
         # Of a model on the Hub: what would be refused later is not downloaded first.
         kwargs.setdefault("use_safetensors", True)
-    with _entered(_Scope(settings, place)):
+    with _entered(_Scope(settings, place)) as scope:
         result = cls.from_pretrained(path, *args, **kwargs)
+    model = result[0] if isinstance(result, tuple) else result
+    if len(scope.loads.each) > 1:
+        # Of an adapter's folder: the base came first, and has the record of the adapter alone.
+        model.tensorlift_stats = scope.loads.stats
     if place is not None:
         # What no file has: buffers that are computed, weights that were missing.
-        (result[0] if isinstance(result, tuple) else result).to(place)
+        model.to(place)
     return result
 
 
