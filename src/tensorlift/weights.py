@@ -142,6 +142,12 @@ class Weights:
         """Names of the selected tensors, in file order."""
         return [self._checkpoint.names[row] for row in self._rows.tolist()]
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the tensors by name, in the same order."""
+        every = self._checkpoint.shapes
+        return {name: tuple(every[row]) for name, row in zip(self.names, self._rows.tolist(), strict=True)}
+
     def __len__(self) -> int:
         """Number of selected tensors."""
         return len(self._rows)

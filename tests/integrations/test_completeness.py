@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tensorlift.errors import MismatchError
-from tensorlift.integrations.completeness import compare_names, report, watch
+from tensorlift.integrations.completeness import compare_shapes, report, watch
 
 log = logging.getLogger("test")
 
@@ -158,11 +158,22 @@ def test_what_is_missing_ends_the_start_with_names_or_is_warned_of(caplog):
 
 
 def test_a_reload_has_to_bring_what_the_start_brought(caplog):
-    compare_names(["a"], ["b", "a"], strict=True, engine="vLLM", log=log)
+    one, two = {"a": (2, 3)}, {"a": (2, 3), "b": (4,)}
+    compare_shapes(one, two, strict=True, engine="vLLM", log=log)
     with pytest.raises(
         MismatchError, match=r"lacks 1 tensor that it started with: b\. Nothing was overwritten"
     ):
-        compare_names(["a", "b"], ["a"], strict=True, engine="vLLM", log=log)
+        compare_shapes(two, one, strict=True, engine="vLLM", log=log)
     with caplog.at_level(logging.WARNING):
-        compare_names(["a", "b"], ["a"], strict=False, engine="vLLM", log=log)
-    assert "keep their weights" in caplog.text
+        compare_shapes(two, one, strict=False, engine="vLLM", log=log)
+    assert "keeps its weights" in caplog.text
+
+
+def test_a_reload_has_to_have_the_shapes_of_the_start(caplog):
+    before, now = {"a": (2, 3), "b": (4,)}, {"a": [1, 3], "b": [4]}
+    with pytest.raises(MismatchError, match=r"1 tensor of .*: a \(\[1, 3\], not \[2, 3\]\)\. No"):
+        compare_shapes(before, now, strict=True, engine="vLLM", log=log)
+    compare_shapes(before, now, strict=False, engine="vLLM", log=log)
+    assert "of another shape" in caplog.text
+    with pytest.raises(MismatchError, match=r"started with: c; it has 2 tensors of another shape"):
+        compare_shapes({**before, "c": (1,)}, {"a": (), "b": ()}, strict=True, engine="vLLM", log=log)

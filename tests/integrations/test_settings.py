@@ -47,7 +47,8 @@ def test_what_is_refused_is_named(key, says):
 
 
 @pytest.mark.parametrize(
-    "extra", [3, ["backend"], "[1]", "{", {1: 2}, '{"a":' * 100_000, ["x" * 100_000], {"strict": "x" * 100_000}]
+    "extra",
+    [3, ["backend"], "[1]", "{", {1: 2}, '{"a":' * 100_000, ["x" * 100_000], {"strict": "x" * 100_000}],
 )
 def test_what_is_no_object_is_refused(extra):
     with pytest.raises(OptionError, match="extra configuration") as caught:

@@ -299,13 +299,8 @@ def test_other_files(engine: fake_sglang.Engine, tmp_path: Path, name: str, text
         engine.iterator(fake_sglang.Source(str(tmp_path)))
 
 
-def test_an_index_that_sglang_stumbles_over(
-    engine: fake_sglang.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stumbling(*arguments: object) -> None:
-        raise KeyError("weight_map")
-
-    monkeypatch.setattr(fake_sglang.DefaultModelLoader, "_prepare_weights", stumbling)
+def test_a_wrong_index(engine: fake_sglang.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_sglang.DefaultModelLoader, "_prepare_weights", lambda *_: {}["weight_map"])
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"index\.json: the index has no 'weight_map'"):
         engine.iterator(fake_sglang.Source(str(tmp_path)))

@@ -75,7 +75,7 @@ def test_tensors_come_in_the_engines_order_with_prefix_and_one_line(files, caplo
                 files, Settings(), device=CPU, prefix="x.", delivery=delivery, opened=opened.append, log=log
             )
         )
-    assert list(came) == delivery.names == opened[0] == ["x.t2.a", "x.t2.b", "x.t10.a", "x.t10.b"]
+    assert list(came) == delivery.names == list(opened[0]) == ["x.t2.a", "x.t2.b", "x.t10.a", "x.t10.b"]
     assert torch.equal(came["x.t10.a"], torch.arange(8.0) + 10)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("tensorlift: rank 0: 88 bytes")

@@ -186,6 +186,9 @@ def test_a_reload_that_lacks_tensors_is_refused_before_the_engine_touches_the_mo
     save_file({"a": torch.zeros(8)}, folder / "model.safetensors")
     with pytest.raises(MismatchError, match="lacks 1 tensor that it started with: b"):
         loader(vllm).get_all_weights(config_of(folder), model)
+    save_file({"a": torch.zeros(4), "b": torch.ones(4)}, folder / "model.safetensors")
+    with pytest.raises(MismatchError, match=r"another shape than at the start: a \(\[4\], not \[8\]\)"):
+        loader(vllm).get_all_weights(config_of(folder), model)
 
 
 def test_what_the_model_had_last_is_said(vllm, folder, caplog):

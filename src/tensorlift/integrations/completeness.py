@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -32,7 +32,7 @@ from tensorlift.format.nearest import nearest
 from tensorlift.format.quoting import plural
 from tensorlift.integrations.settings import LOAD_FORMAT
 
-__all__ = ["Coverage", "Optional", "compare_names", "report", "watch"]
+__all__ = ["Coverage", "Optional", "compare_shapes", "report", "watch"]
 
 Optional = Callable[[str, torch.nn.Module, torch.Tensor], bool]
 """(name of the parameter, its module, the parameter) -> whether a checkpoint may lack it."""
@@ -241,19 +241,37 @@ def report(
     log.warning("%s", text)
 
 
-def compare_names(
-    before: Iterable[str], now: Iterable[str], *, strict: bool, engine: str, log: logging.Logger
+def compare_shapes(
+    before: Mapping[str, Sequence[int]],
+    now: Mapping[str, Sequence[int]],
+    *,
+    strict: bool,
+    engine: str,
+    log: logging.Logger,
 ) -> None:
-    """For a reload, before anything is overwritten: it has to bring what the start brought."""
-    there = set(now)
-    lacking = [name for name in before if name not in there]
-    if not lacking:
+    """For a reload, before anything is overwritten: it has to bring what the start brought.
+
+    Of equal shapes too: the model would refuse others when its weights from before are gone already. Other
+    dtypes it may take. Both are shapes by names of tensors.
+    """
+    lacking = [name for name in before if name not in now]
+    other = [
+        f"{name} ({list(now[name])}, not {list(shape)})"
+        for name, shape in before.items()
+        if name in now and tuple(now[name]) != tuple(shape)
+    ]
+    wrong = [
+        f"{what}: {', '.join(names[:_SHOWN])}"
+        + (f" and {len(names) - _SHOWN:,} more" * (len(names) > _SHOWN))
+        for what, names in (
+            (f"lacks {plural(len(lacking), 'tensor')} that it started with", lacking),
+            (f"has {plural(len(other), 'tensor')} of another shape than at the start", other),
+        )
+        if names
+    ]
+    if not wrong:
         return
-    more = f" and {len(lacking) - _SHOWN:,} more" if len(lacking) > _SHOWN else ""
-    text = (
-        f"load format {LOAD_FORMAT!r}: what {engine} reloads lacks {plural(len(lacking), 'tensor')} that it "
-        f"started with: {', '.join(lacking[:_SHOWN])}{more}"
-    )
+    text = f"load format {LOAD_FORMAT!r}: what {engine} reloads {'; it '.join(wrong)}"
     if strict:
         raise MismatchError(f"{text}. Nothing was overwritten; the weights from before are still there")
-    log.warning("%s. These keep their weights from before", text)
+    log.warning("%s%s", text, ". What it lacks keeps its weights from before" if lacking else "")

@@ -25,14 +25,22 @@ from tensorlift.integrations.bars import byte_bar
 from tensorlift.integrations.devices import check_device
 from tensorlift.integrations.settings import LOAD_FORMAT
 from tensorlift.integrations.sglang import ENGINE, settings_of, tell_version
-from tensorlift.integrations.weights import Delivery, check_files, check_index, iterate, other_weights, rank, world
+from tensorlift.integrations.weights import (
+    Delivery,
+    check_files,
+    check_index,
+    iterate,
+    other_weights,
+    rank,
+    world,
+)
 
 __all__ = ["TensorliftModelLoader", "may_be_missing"]
 
 _INDEX = "model.safetensors.index.json"
 _log = logging.getLogger("tensorlift.sglang")
-_started: dict[tuple[bool, str], list[str]] = {}
-"""Names of tensors that the process started with: by (a draft?, prefix)."""
+_started: dict[tuple[bool, str], dict[str, tuple[int, ...]]] = {}
+"""Tensors that the process started with, shapes by name: by (a draft?, prefix)."""
 
 
 class _LikeSafetensors(type(DefaultModelLoader)):  # type: ignore[misc]
@@ -139,7 +147,7 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
             # What picks a draft's layer adds the prefix itself, to names that it has changed.
             prefix=source.prefix if index is None else "",
             delivery=self._delivery,
-            opened=lambda names: self._compare(source, names),
+            opened=lambda shapes: self._compare(source, shapes),
             bar=_bar if rank() == 0 else None,
             log=_log,
         )
@@ -198,15 +206,15 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
         joins = bool(getattr(moe, "is_ep_joiner", False))
         return joins or (getattr(moe, "elastic_ep_backend", None) is not None and not self._starting)
 
-    def _compare(self, source: Any, names: list[str]) -> None:
-        """Keeps the names of a start; a reload must have them all."""
+    def _compare(self, source: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Keeps what a start brings; a reload must have it all, in the same shapes."""
         config = source.model_config
         place = (bool(getattr(config, "is_draft_model", False)), source.prefix)
         if self._starting:
-            _started[place] = names
+            _started[place] = shapes
         elif place in _started:
-            completeness.compare_names(
-                _started[place], names, strict=self._settings.strict, engine=ENGINE, log=_log
+            completeness.compare_shapes(
+                _started[place], shapes, strict=self._settings.strict, engine=ENGINE, log=_log
             )
 
 

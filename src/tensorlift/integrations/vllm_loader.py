@@ -44,8 +44,8 @@ _CONFIG_BUILT = ("input_scale_ub",)
 # Of draft models: a table that only those with a vocabulary of their own bring.
 _DRAFT_BUILT = ("draft_id_to_target_id",)
 
-# Names that each model started with, by source, for reloads to be compared with.
-_started: WeakKeyDictionary[torch.nn.Module, dict[int, list[str]]] = WeakKeyDictionary()
+# Tensors that each model started with, shapes by name, by source, for reloads to be compared with.
+_started: WeakKeyDictionary[torch.nn.Module, dict[int, dict[str, tuple[int, ...]]]] = WeakKeyDictionary()
 
 
 class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no types where it is not installed
@@ -115,7 +115,7 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
             needed=self._needed(source),
             prefix=source.prefix,
             delivery=self._delivery,
-            opened=lambda names: self._opened(number, names),
+            opened=lambda shapes: self._opened(number, shapes),
             bar=self._bar if enable_tqdm(self.load_config.use_tqdm_on_load) else None,
             log=log,
         )
@@ -201,17 +201,17 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
             return group.device_group if group.world_size > 1 else None
         return everyone
 
-    def _opened(self, number: int, names: list[str]) -> None:
+    def _opened(self, number: int, shapes: dict[str, tuple[int, ...]]) -> None:
         """Remembers what a start brings; a reload has to bring as much, or is refused as a whole."""
         if self._model is None:
             return
         started = _started.setdefault(self._model, {})
         if self._delivery is not None:
-            started[number] = names
+            started[number] = shapes
         elif number in started:
-            from tensorlift.integrations.completeness import compare_names
+            from tensorlift.integrations.completeness import compare_shapes
 
-            compare_names(started[number], names, strict=self.settings.strict, engine=ENGINE, log=log)
+            compare_shapes(started[number], shapes, strict=self.settings.strict, engine=ENGINE, log=log)
 
     def _bar(self) -> AbstractContextManager[Report]:
         from tensorlift.integrations.bars import byte_bar

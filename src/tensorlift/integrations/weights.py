@@ -116,7 +116,7 @@ def iterate(
     needed: Callable[[str], bool] | None = None,
     prefix: str = "",
     delivery: Delivery | None = None,
-    opened: Callable[[list[str]], object] | None = None,
+    opened: Callable[[dict[str, tuple[int, ...]]], object] | None = None,
     bar: Callable[[], AbstractContextManager[Report]] | None = None,
     log: logging.Logger,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,8 +128,8 @@ def iterate(
     process_group: as for ``tensorlift.open``; who it is has to follow from how the engine loads.
     needed: says of a name as it is in the file whether this rank wants it; what it refuses is not read.
     delivery: is told what was handed out.
-    opened: is called with the names that will come, with their prefix, once headers are read and before any
-        tensor is handed out; what it raises ends the load before a parameter is touched.
+    opened: is called with the shapes of what will come, by name with the prefix, once headers are read and
+        before any tensor is handed out; what it raises ends the load before a parameter is touched.
     bar: draws progress; called on the rank that shows it. The setting ``progress`` overrules it.
     log: one line a rank, at the end, goes there.
     """
@@ -147,7 +147,7 @@ def iterate(
             ending.enter_context(weights)
             told._open.append(weights)
             if opened is not None:
-                opened([prefix + name for name in weights.names])
+                opened({prefix + name: shape for name, shape in weights.shapes.items()})
             for name, tensor in weights:
                 told.names.append(prefix + name)
                 yield prefix + name, tensor
