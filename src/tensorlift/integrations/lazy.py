@@ -94,7 +94,8 @@ class Session:
             place = devices.parse_device(device)
         except DeviceError:
             place = _CPU
-        with self._lock:  # threads of a pool may come here at the same time
+        # Threads of a pool ask for their first tensors at the same time; a second one would never be closed.
+        with self._lock:
             if place not in self._prefetches:
                 self._prefetches[place] = Prefetch(
                     self.checkpoint, place, self._settings, self.clock, self._expected, self._tick
