@@ -25,7 +25,7 @@ struct Seed {
             places.push_back({reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size()});
         tl_error error = no_error();
         REQUIRE_SAYING(
-            tl_sender_create(places.data(), places.size(), rate, kMiB, 5000, &sender, &error) == TL_OK,
+            tl_sender_create(places.data(), places.size(), rate, kMiB, 60000, &sender, &error) == TL_OK,
             error.message);
     }
     ~Seed() {
@@ -53,7 +53,7 @@ tl_chunk chunk_of(std::uint32_t region, std::uint64_t offset, std::uint64_t nbyt
     chunk.nbytes = nbytes;
     chunk.epoch = epoch;
     chunk.digest = 1;
-    chunk.milliseconds = 5000;
+    chunk.milliseconds = 60000;
     return chunk;
 }
 

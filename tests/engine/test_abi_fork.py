@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import threading
@@ -26,7 +27,7 @@ SIZES = (5 * MIB + 17, 0, 3)
 class Seed:
     """A sender of arrays, and connections to it."""
 
-    def __init__(self, rate: int = 0, burst: int = MIB, idle: int = 5000) -> None:
+    def __init__(self, rate: int = 0, burst: int = MIB, idle: int = 60_000) -> None:
         random = np.random.default_rng(3)
         self.regions = [random.integers(0, 256, size, np.uint8) for size in SIZES]
         self.handle = Handle()
@@ -59,7 +60,7 @@ def seed() -> Iterator[Seed]:
 
 
 def fetch(to: socket.socket, region: int, offset: int, nbytes: int, **more: Any) -> tuple[Chunk, bytes]:
-    wanted = {"epoch": 0, "digest": 1, "milliseconds": 5000, **more}
+    wanted = {"epoch": 0, "digest": 1, "milliseconds": 60_000, **more}
     chunk = Chunk(region=region, offset=offset, nbytes=nbytes, **wanted)
     memory = np.full(nbytes + 16, 0xA5, np.uint8)
     abi_fork.fetch_chunk(to.fileno(), chunk, memory.ctypes.data)
@@ -152,12 +153,12 @@ def test_strangers(seed: Seed, sent: bytes) -> None:
     to = seed.connect()
     to.sendall(sent)
     to.shutdown(socket.SHUT_WR)
-    to.settimeout(5)
+    to.settimeout(60)
     answer = b""
     while part := to.recv(100):
         answer += part
     assert len(answer) in (0, 16)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while seed.stats()["connections"] and time.monotonic() < end:
         time.sleep(0.01)
     assert seed.stats()["connections"] == 0
@@ -228,7 +229,7 @@ def test_a_peer_that_takes_nothing_is_dropped() -> None:
     seed = Seed(idle=200)
     to = seed.connect()
     to.sendall(struct.pack("<4sIQQQII", b"TLRQ", 0, 0, SIZES[0], 0, 0, 0))
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while seed.stats()["connections"] and time.monotonic() < end:
         time.sleep(0.02)
     assert seed.stats()["connections"] == 0
@@ -245,7 +246,7 @@ def test_the_end_of_a_sender_ends_its_connections(state: str) -> None:
             assert len(to.recv(16, socket.MSG_WAITALL)) == 16
         begin = time.monotonic()
         abi_fork.sender_destroy(seed.handle)
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 60
         abi_fork.sender_destroy(seed.handle)
         with pytest.raises(RefusedError, match="no sender"):
             abi_fork.sender_stats(seed.handle)
@@ -258,16 +259,12 @@ def test_a_limit_holds_for_all_connections_together() -> None:
     first, second = seed.connect(), seed.connect()
     for to in (first, second):
         to.sendall(struct.pack("<4sIQQQII", b"TLRQ", 0, 0, 3 * MIB, 0, 0, 0))
-        to.settimeout(0.5)
-    came = 0
-    for to in (first, second):
-        try:
-            while part := to.recv(MIB):
-                came += len(part)
-        except TimeoutError:
-            pass
-    # A block each may be owed: two answers, the burst, and one block that is sent on credit.
-    assert 32 + MIB <= came <= 32 + 2 * MIB
+    # Two answers, the burst, and one block on credit, which the next has to pay back.
+    came, wanted, patience = 0, 32 + 2 * MIB, 60.0
+    while ready := select.select([first, second], [], [], patience)[0]:
+        came += sum(len(to.recv(MIB)) for to in ready)
+        patience = 60.0 if came < wanted else 0.2
+    assert came == wanted
     seed.close()
 
 

@@ -17,7 +17,7 @@ LEASE, OTHER = "0123456789abcdef" * 2, "f" * 32
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     with_timeouts = socket.socketpair()
     for one in with_timeouts:
-        one.settimeout(5)
+        one.settimeout(60)
     yield with_timeouts
     for one in with_timeouts:
         one.close()
