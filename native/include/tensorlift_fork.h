@@ -71,9 +71,18 @@ typedef struct tl_chunk {
     uint64_t seed_epoch; /* set with it */
 } tl_chunk;
 
-/* Asks for a chunk and writes it to memory. TL_OK: see outcome; the connection can be used on. TL_ERR_READ: it cannot,
- * got says how many bytes came. Only with TL_CHUNK_OK is what was written right. Blocks. */
-TL_API tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, uint64_t address, tl_error *error);
+/* Where some bytes of a chunk go: offset is counted from the chunk's first byte. */
+typedef struct tl_place {
+    uint64_t offset;
+    uint64_t nbytes;
+    uint64_t address; /* of host memory */
+} tl_place;
+
+/* Asks for a chunk and writes it to its places, which ascend and do not overlap; what no place wants is dropped. TL_OK: see
+ * outcome; the connection can be used on. TL_ERR_READ: it cannot, got says how many bytes came. Only with TL_CHUNK_OK is
+ * what was written right. Blocks. */
+TL_API tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, const tl_place *places, uint64_t count,
+                                tl_error *error);
 
 /* The digest that a chunk is sent with: XXH3-128 of the digests of its blocks of 1 MiB. Blocks. */
 TL_API void tl_chunk_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]);

@@ -59,7 +59,8 @@ tl_chunk chunk_of(std::uint32_t region, std::uint64_t offset, std::uint64_t nbyt
 
 tl_status fetch(int fd, tl_chunk &chunk, Bytes &to) {
     to.assign(chunk.nbytes, 0);
-    return tl_chunk_fetch(fd, &chunk, reinterpret_cast<std::uintptr_t>(to.data()), nullptr);
+    const tl_place place{0, chunk.nbytes, reinterpret_cast<std::uintptr_t>(to.data())};
+    return tl_chunk_fetch(fd, &chunk, &place, 1, nullptr);
 }
 
 }  // namespace

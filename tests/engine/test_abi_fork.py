@@ -63,7 +63,8 @@ def fetch(to: socket.socket, region: int, offset: int, nbytes: int, **more: Any)
     wanted = {"epoch": 0, "digest": 1, "milliseconds": 60_000, **more}
     chunk = Chunk(region=region, offset=offset, nbytes=nbytes, **wanted)
     memory = np.full(nbytes + 16, 0xA5, np.uint8)
-    abi_fork.fetch_chunk(to.fileno(), chunk, memory.ctypes.data)
+    places = np.array([[0, nbytes, memory.ctypes.data]], np.uint64)
+    abi_fork.fetch_chunk(to.fileno(), chunk, places)
     assert memory[nbytes:].tobytes() == b"\xa5" * 16
     return chunk, memory[:nbytes].tobytes()
 
@@ -83,6 +84,34 @@ def test_bytes(seed: Seed, region: int, offset: int, nbytes: int, digest: int) -
         "connections": 1, "sent_bytes": 2 * nbytes, "sent_chunks": 2, "refused_chunks": 0, "stale_chunks": 0,
         "bad_requests": 0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed_of_places", range(6))
+def test_bytes_go_to_their_places(seed: Seed, seed_of_places: int) -> None:
+    random = np.random.default_rng(seed_of_places)
+    count = int(random.integers(0, 40))
+    ends = np.sort(random.choice(SIZES[0], 2 * count, replace=False)).reshape(-1, 2)
+    if seed_of_places == 0:
+        ends = np.array([[0, MIB], [MIB, 2 * MIB - 1], [2 * MIB - 1, 2 * MIB - 1], [2 * MIB, 5 * MIB + 17]])
+    memory = np.full(SIZES[0] + 8, 0xA5, np.uint8)
+    expected = memory.copy()
+    # In reverse, so that no two of them are one.
+    places, at = [], SIZES[0]
+    for begin, end in ends.tolist():
+        at -= end - begin
+        expected[at : at + end - begin] = seed.regions[0][begin:end]
+        places.append([begin, end - begin, memory.ctypes.data + at])
+    chunk = Chunk(region=0, offset=0, nbytes=SIZES[0], epoch=0, digest=1, milliseconds=60_000)
+    abi_fork.fetch_chunk(seed.connect().fileno(), chunk, np.array(places, np.uint64).reshape(-1, 3))
+    assert (chunk.outcome, chunk.verified) == (Outcome.OK, 1)
+    assert np.array_equal(memory, expected)
+
+
+@pytest.mark.parametrize("places", [[[0, 11, 0]], [[11, 0, 0]], [[5, 2, 0], [6, 1, 0]], [[2**64 - 1, 2, 0]]])
+def test_places_outside_of_the_chunk(seed: Seed, places: list[list[int]]) -> None:
+    chunk = Chunk(region=0, offset=0, nbytes=10, epoch=0, digest=1, milliseconds=60_000)
+    with pytest.raises(RefusedError, match=r"place \d is not in the chunk, or not in order"):
+        abi_fork.fetch_chunk(seed.connect().fileno(), chunk, np.array(places, np.uint64))
 
 
 def test_connections_at_once(seed: Seed) -> None:

@@ -44,7 +44,8 @@ def seed() -> Iterator[Seed]:
 
 def fetch(connection: TcpConnection, chunk: Chunk, epoch: int = 0) -> tuple[int, bytes]:
     memory = np.zeros(chunk.nbytes, np.uint8)
-    came = connection.fetch(chunk, epoch, memory.ctypes.data, digest=True)
+    places = np.array([[0, chunk.nbytes, memory.ctypes.data]], np.uint64)
+    came = connection.fetch(chunk, epoch, places, digest=True)
     assert came.verified == (came.outcome in (Outcome.OK, Outcome.WRONG))
     return came.outcome, memory.tobytes()
 
@@ -71,7 +72,8 @@ def test_connections_pull_from_one_queue(seed: Seed) -> None:
             if number is None:
                 break
             chunk = queue.chunk(number)
-            came = connection.fetch(chunk, 0, memory.ctypes.data + chunk.offset, digest=True)
+            places = np.array([[0, chunk.nbytes, memory.ctypes.data + chunk.offset]], np.uint64)
+            came = connection.fetch(chunk, 0, places, digest=True)
             assert came.outcome == Outcome.OK
             with lock:
                 queue.done(number, name)

@@ -26,8 +26,65 @@ tl_status on_sender(tl_sender *sender, tl_error *error, Function function) {
     });
 }
 
+// Where the bytes of a chunk go, block by block from its first to its last.
+class Places {
+public:
+    Places(const tl_place *places, uint64_t count) : next_(places), end_(places + count) {}
+
+    static Failure check(const tl_place *places, uint64_t count, uint64_t nbytes) {
+        uint64_t from = 0;
+        for (uint64_t k = 0; k < count; k++) {
+            const tl_place &place = places[k];
+            if (place.offset < from || place.offset > nbytes || place.nbytes > nbytes - place.offset)
+                return failure(TL_ERR_ARGUMENT,
+                               "place " + std::to_string(k) + " is not in the chunk, or not in order");
+            from = place.offset + place.nbytes;
+        }
+        return {};
+    }
+
+    // The memory of the bytes [at, at + nbytes), where it is in one piece; else scratch, which scatter() empties.
+    char *memory(uint64_t at, uint64_t nbytes) {
+        while (next_ != end_ && next_->offset + next_->nbytes <= at) next_++;
+        if (next_ != end_ && next_->offset <= at && at + nbytes <= next_->offset + next_->nbytes)
+            return reinterpret_cast<char *>(next_->address) + (at - next_->offset);
+        if (scratch_.empty()) scratch_.resize(tl::kBlock);
+        return scratch_.data();
+    }
+    void scatter(uint64_t at, uint64_t nbytes, const char *from) const {
+        if (from != scratch_.data()) return;
+        for (const tl_place *place = next_; place != end_ && place->offset < at + nbytes; place++) {
+            const uint64_t begin = std::max(at, place->offset);
+            const uint64_t end = std::min(at + nbytes, place->offset + place->nbytes);
+            if (begin < end) {
+                std::memcpy(reinterpret_cast<char *>(place->address) + (begin - place->offset),
+                            from + (begin - at), end - begin);
+            }
+        }
+    }
+
+private:
+    const tl_place *next_, *end_;
+    std::vector<char> scratch_;
+};
+
+Failure receive(tl::Socket &socket, const tl_chunk &chunk, Places places, tl::Blocks &blocks) {
+    for (uint64_t at = 0; at < chunk.nbytes; at += tl::kBlock) {
+        const uint64_t nbytes = std::min(tl::kBlock, chunk.nbytes - at);
+        char *to = places.memory(at, nbytes);
+        if (Failure f = socket.receive(to, nbytes)) {
+            f.got += at;
+            f.wanted = chunk.nbytes;
+            return f;
+        }
+        blocks.add(to, nbytes);
+        places.scatter(at, nbytes, to);
+    }
+    return {};
+}
+
 // What the seed answered, where it answered at all.
-Failure fetch(tl::Socket &socket, tl_chunk &chunk, char *to) {
+Failure fetch(tl::Socket &socket, tl_chunk &chunk, Places places) {
     const tl::Request request{
         tl::kRequest, chunk.region, chunk.offset, chunk.nbytes, chunk.epoch, chunk.digest, 0};
     if (Failure f = socket.send(&request, sizeof request)) return f;
@@ -40,15 +97,7 @@ Failure fetch(tl::Socket &socket, tl_chunk &chunk, char *to) {
     chunk.seed_epoch = answer.epoch;
     if (answer.outcome != TL_CHUNK_OK) return {};
     tl::Blocks blocks(chunk.digest != 0);
-    for (uint64_t at = 0; at < chunk.nbytes; at += tl::kBlock) {
-        const uint64_t nbytes = std::min(tl::kBlock, chunk.nbytes - at);
-        if (Failure f = socket.receive(to + at, nbytes)) {
-            f.got += at;
-            f.wanted = chunk.nbytes;
-            return f;
-        }
-        blocks.add(to + at, nbytes);
-    }
+    if (Failure f = receive(socket, chunk, std::move(places), blocks)) return f;
     tl::Trailer trailer{};
     if (Failure f = socket.receive(&trailer, sizeof trailer)) return f;
     if (trailer.magic != tl::kTrailer) return failure(TL_ERR_READ, "what came is no end of a chunk");
@@ -103,12 +152,15 @@ tl_status tl_sender_destroy(tl_sender *sender, tl_error *error) {
     });
 }
 
-tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, uint64_t address, tl_error *error) {
+tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, const tl_place *places, uint64_t count,
+                         tl_error *error) {
     return tl::guarded(error, [&]() -> Failure {
         if (!chunk || chunk->struct_size != sizeof *chunk) return tl::wrong_size("tl_chunk");
         if (chunk->milliseconds == 0) return failure(TL_ERR_ARGUMENT, "milliseconds is 0");
+        if (count && !places) return failure(TL_ERR_ARGUMENT, "no places");
+        if (Failure f = Places::check(places, count, chunk->nbytes)) return f;
         tl::Socket socket(fd, chunk->milliseconds, nullptr);
-        return fetch(socket, *chunk, reinterpret_cast<char *>(address));
+        return fetch(socket, *chunk, Places(places, count));
     });
 }
 

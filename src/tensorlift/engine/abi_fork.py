@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tensorlift.engine.abi import library
 from tensorlift.engine.abi_types import (
@@ -25,9 +26,12 @@ from tensorlift.engine.abi_types import (
 )
 
 __all__ = [
-    "Chunk", "Outcome", "SenderStats", "chunk_digest", "fetch_chunk", "sender_create", "sender_destroy",
-    "sender_serve", "sender_set_epoch", "sender_stats",
+    "Chunk", "Outcome", "Places", "SenderStats", "chunk_digest", "fetch_chunk", "sender_create",
+    "sender_destroy", "sender_serve", "sender_set_epoch", "sender_stats",
 ]  # fmt: skip
+
+
+Places = npt.NDArray[np.uint64]
 
 
 class Outcome:
@@ -64,7 +68,7 @@ _FUNCTIONS: Functions = {
     "tl_sender_set_epoch": (i32, (ptr, u64, i32, _ERROR), False),
     "tl_sender_stats_of": (i32, (ptr, ctypes.POINTER(SenderStats), _ERROR), False),
     "tl_sender_destroy": (i32, (ptr, _ERROR), True),
-    "tl_chunk_fetch": (i32, (i32, ctypes.POINTER(Chunk), u64, _ERROR), True),
+    "tl_chunk_fetch": (i32, (i32, ctypes.POINTER(Chunk), ptr, u64, _ERROR), True),
     "tl_chunk_digest": (None, (ptr, u64, ptr), True),
 }
 
@@ -119,9 +123,13 @@ def sender_destroy(sender: Handle) -> None:
     destroy(address, error)
 
 
-def fetch_chunk(descriptor: int, chunk: Chunk, address: int) -> None:
-    """Asks for a chunk, writes it to memory and fills in what came of it. Blocks."""
-    ask(_function("tl_chunk_fetch"), descriptor, ctypes.byref(chunk), address)
+def fetch_chunk(descriptor: int, chunk: Chunk, places: Places) -> None:
+    """Asks for a chunk, writes it to its places and fills in what came of it. Blocks.
+
+    ``places``: (n, 3) of bytes from the chunk's first, bytes, address; ascending, and without overlaps.
+    """
+    given = np.ascontiguousarray(places, np.uint64)
+    ask(_function("tl_chunk_fetch"), descriptor, ctypes.byref(chunk), given.ctypes.data, len(given))
 
 
 def chunk_digest(address: int, nbytes: int) -> bytes:

@@ -152,8 +152,8 @@ class TcpConnection:
             self._socket.close()
             raise
 
-    def fetch(self, chunk: Chunk, epoch: int, address: int, digest: bool) -> abi_fork.Chunk:
-        """Writes a chunk to memory; what came of it is in ``outcome``, ``verified`` and ``seed_epoch``.
+    def fetch(self, chunk: Chunk, epoch: int, places: abi_fork.Places, digest: bool) -> abi_fork.Chunk:
+        """Writes a chunk to its places; what came of it is in ``outcome``, ``verified`` and ``seed_epoch``.
 
         Raises ConnectionError where the connection is of no use any more.
         """
@@ -162,7 +162,7 @@ class TcpConnection:
             milliseconds=self._milliseconds,
         )  # fmt: skip
         try:
-            abi_fork.fetch_chunk(self._socket.fileno(), asked, address)
+            abi_fork.fetch_chunk(self._socket.fileno(), asked, places)
         except RefusedError as refused:
             error = refused.error
             raise ConnectionError(f"{error.text} ({error.got:,} of {chunk.nbytes:,} bytes came)") from None
