@@ -1,0 +1,153 @@
+"""Which bytes of a seed's regions go where in a fork: tensors in pairs, as runs of bytes, cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorlift.forking.chunks import Chunk, cut
+from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, Tensor
+from tensorlift.plan.extents import Extents, merge_extents
+
+__all__ = ["Copies", "Errand", "copies_of", "errands"]
+
+Ints = npt.NDArray[np.int64]
+
+# Bytes between two wanted runs that are moved and dropped rather than asked around: padding, alignment.
+_GAP_BYTES = 64 << 10
+
+
+class Copies(NamedTuple):
+    """Runs of bytes: [offset, offset + nbytes) of a region to an address; each wanted byte once."""
+
+    regions: Ints
+    offsets: Ints
+    nbytes: Ints
+    addresses: Ints
+
+
+class Errand(NamedTuple):
+    """A chunk, and where its bytes go: (n, 3) of bytes from its first, bytes, address; see fetch_chunk()."""
+
+    chunk: Chunk
+    places: npt.NDArray[np.uint64]
+
+
+def copies_of(theirs: Sequence[Tensor], ours: Sequence[Tensor], addresses: Sequence[int]) -> Copies:
+    """What to copy so that our tensors are as theirs of the same names, which have the same layout.
+
+    addresses: of our regions' first bytes. Tensors with holes between their elements are copied run by run,
+    so that what lies in the holes stays.
+    """
+    here: Mapping[str, Tensor] = {tensor.name: tensor for tensor in ours}
+    rows: list[tuple[Ints, Ints, Ints, Ints]] = []
+    dense: list[tuple[int, int, int, int]] = []
+    for tensor in theirs:
+        mine = here.get(tensor.name)
+        if mine is None or tensor.region == NOWHERE:
+            continue
+        address = addresses[mine.region] + mine.offset
+        starts, nbytes = _runs(tensor)
+        if len(starts) == 1:
+            dense.append((tensor.region, tensor.offset, nbytes, address))
+        else:
+            full = np.full_like(starts, 1)
+            rows.append((tensor.region * full, tensor.offset + starts, nbytes * full, address + starts))
+    columns = np.array(dense, np.int64).reshape(-1, 4).T
+    parts = [tuple(columns), *rows]
+    return _once(Copies(*(np.concatenate([part[at] for part in parts]) for at in range(4))))
+
+
+def _runs(tensor: Tensor) -> tuple[Ints, int]:
+    """(first byte of each run, bytes of a run), counted from the tensor's first byte."""
+    item = ITEM_BYTES[tensor.dtype]
+    # An expanded dimension is the same bytes again.
+    pairs = zip(tensor.stride, tensor.shape, strict=True)
+    dims = sorted((stride * item, size) for stride, size in pairs if size > 1 and stride > 0)
+    block = item
+    while dims and dims[0][0] == block:
+        block *= dims.pop(0)[1]
+    starts = np.zeros(1, np.int64)
+    for stride, size in reversed(dims):
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    return starts, block
+
+
+def _once(given: Copies) -> Copies:
+    """Runs that lie side by side on both sides, or on one another, as one. In order of region and offset."""
+    shift = given.addresses - given.offsets
+    order = np.lexsort((given.offsets, shift, given.regions))
+    regions, offsets, nbytes, addresses = (column[order] for column in given)
+    if len(order) == 0:
+        return Copies(regions, offsets, nbytes, addresses)
+    same = (np.diff(regions) == 0) & (np.diff(addresses - offsets) == 0)
+    stops = offsets + nbytes
+    reach = _reach(stops, np.concatenate(([True], ~same)))
+    first = np.concatenate(([True], ~(same & (offsets[1:] <= reach[:-1]))))
+    last = np.concatenate((first[1:], [True]))
+    regions, offsets, addresses = regions[first], offsets[first], addresses[first]
+    merged = Copies(regions, offsets, reach[last] - offsets, addresses)
+    order = np.lexsort((merged.offsets, merged.regions))
+    return Copies(*(column[order] for column in merged))
+
+
+def _reach(stops: Ints, begins: npt.NDArray[np.bool_]) -> Ints:
+    """The greatest stop so far, counted anew where a group begins."""
+    falls = np.flatnonzero((stops[1:] < stops[:-1]) & ~begins[1:])
+    if len(falls) == 0:
+        return stops
+    reach: Ints = stops.copy()
+    for at in range(int(falls[0]) + 1, len(stops)):
+        if not begins[at]:
+            reach[at] = max(reach[at], reach[at - 1])
+    return reach
+
+
+def errands(copies: Copies, chunk_bytes: int) -> list[Errand]:
+    """Chunks of at most so many bytes that bring all of it."""
+    found: list[Errand] = []
+    for layer in _layers(copies):
+        for region in np.unique(layer.regions).tolist():
+            found += _errands_of(
+                region, Copies(*(column[layer.regions == region] for column in layer)), chunk_bytes
+            )
+    return found
+
+
+def _layers(copies: Copies) -> Iterator[Copies]:
+    """Those that share no byte of a region, then what is left: one byte may go to two places."""
+    while len(copies.regions):
+        stops = copies.offsets + copies.nbytes
+        taken = np.ones(len(stops), bool)
+        region, reach = -1, 0
+        # Most models have none that overlap: then one look is enough.
+        if ((np.diff(copies.regions) == 0) & (copies.offsets[1:] < stops[:-1])).any():
+            for at, (here, start, stop) in enumerate(
+                zip(copies.regions.tolist(), copies.offsets.tolist(), stops.tolist(), strict=True)
+            ):
+                if here == region and start < reach:
+                    taken[at] = False
+                else:
+                    region, reach = here, stop
+        yield Copies(*(column[taken] for column in copies))
+        copies = Copies(*(column[~taken] for column in copies))
+
+
+def _errands_of(region: int, copies: Copies, chunk_bytes: int) -> Iterator[Errand]:
+    starts, stops = copies.offsets, copies.offsets + copies.nbytes
+    wanted = merge_extents(Extents(starts, stops), gap=_GAP_BYTES)
+    for chunk in cut(region, wanted, chunk_bytes):
+        end = chunk.offset + chunk.nbytes
+        some = slice(
+            np.searchsorted(stops, chunk.offset, side="right"), np.searchsorted(starts, end, side="left")
+        )
+        begin = np.maximum(starts[some], chunk.offset)
+        stop = np.minimum(stops[some], end)
+        address = copies.addresses[some] + (begin - starts[some])
+        if len(begin):  # else a gap is as long as a chunk
+            yield Errand(
+                chunk, np.stack((begin - chunk.offset, stop - begin, address), axis=1).astype(np.uint64)
+            )
