@@ -16,7 +16,9 @@
     |- RanksError                       ranks that load together cannot go on
     |  |- DisagreementError             they were asked for different things
     |  '- PeerError                     another rank failed, left or is gone
-    |- ManifestError                    what a running instance says of its weights is not right
+    |- ForkError                        weights cannot be taken out of a running instance
+    |  |- ManifestError                 what it says of its weights is not right
+    |  '- SeedError                     it cannot be reached, refuses, or ended
     '- RequestError                     what was asked for cannot be done (also a ValueError)
        |- OptionError                   an unknown option or a value that does not fit
        |- DeviceError                   a device that is not there or not supported
@@ -39,6 +41,7 @@ __all__ = [
     "DriverError",
     "DtypeError",
     "FileError",
+    "ForkError",
     "HeaderError",
     "LibraryError",
     "MachineError",
@@ -50,6 +53,7 @@ __all__ = [
     "RanksError",
     "ReadError",
     "RequestError",
+    "SeedError",
     "TensorNotFoundError",
     "TensorliftError",
     "TruncatedError",
@@ -129,8 +133,25 @@ class PeerError(RanksError):
         return type(self), (str(self), self.rank)
 
 
-class ManifestError(TensorliftError):
+class ForkError(TensorliftError):
+    """Weights cannot be taken out of a running instance."""
+
+
+class ManifestError(ForkError):
     """What a running instance publishes about its weights is no manifest, or contradicts itself."""
+
+
+class SeedError(ForkError):
+    """A running instance cannot be reached, refuses, or ended; ``retry_seconds``: when to ask again."""
+
+    def __init__(self, message: str, retry_seconds: float | None = None) -> None:
+        """``retry_seconds``: None where asking again will not help."""
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
+
+    def __reduce__(self) -> tuple[type[SeedError], tuple[str, float | None]]:
+        """With what an exception's own pickle would lose."""
+        return type(self), (str(self), self.retry_seconds)
 
 
 class RequestError(TensorliftError, ValueError):

@@ -49,6 +49,15 @@ class Leases:
         self._live = {id: lease for id, lease in self._live.items() if lease.until > now}
         return len(self._live)
 
+    def holds(self, id: str, now: float) -> bool:
+        """Whether that is a live lease."""
+        lease = self._live.get(id)
+        return lease is not None and lease.until > now
+
+    def next_end(self, now: float) -> float:
+        """When the first of those that are live lapses; ``now`` where none is."""
+        return min((lease.until for lease in self._live.values()), default=now)
+
     def grant(self, seconds: float, now: float) -> Lease:
         """A new one; LeaseRefusedError."""
         if self._closed:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Callable, Sequence
 
 from tensorlift.engine import abi_fork
 from tensorlift.engine.abi_types import Handle, RefusedError
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.handshake import introduce, welcome
+from tensorlift.forking.listener import Listener
 
 __all__ = ["TcpConnection", "TcpServer"]
 
@@ -45,16 +45,10 @@ class TcpServer:
         """
         self._token, self._is_live = token, is_live
         self._sender = Handle()
-        self._ending = threading.Event()
-        self._hands = threading.BoundedSemaphore(_MOST_HANDSHAKES)
-        self._lock = threading.Lock()
-        self._shaking: dict[threading.Thread, socket.socket] = {}
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self._listener = Listener(host, port, self._shake, _MOST_HANDSHAKES)
         try:
             abi_fork.sender_create(regions, limit or 0, _BURST_BYTES, _IDLE_MILLISECONDS, self._sender)
-            self._thread = threading.Thread(target=self._accept, name="tensorlift-seed", daemon=True)
-            self._thread.start()
+            self._listener.start()
         except BaseException:
             self.close()
             raise
@@ -62,8 +56,7 @@ class TcpServer:
     @property
     def address(self) -> str:
         """host:port, as in an offer."""
-        host, port = self._listener.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return self._listener.address
 
     def set_epoch(self, epoch: int, is_open: bool) -> None:
         """What is asked for with another epoch, or while it is not open, is refused from now on."""
@@ -77,60 +70,18 @@ class TcpServer:
 
     def close(self) -> None:
         """Ends every connection; after it no byte of a region is read."""
-        self._ending.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        thread = getattr(self, "_thread", None)
-        if thread is not None and thread.ident is not None:
-            thread.join()
         self._listener.close()
-        with self._lock:
-            shaking = dict(self._shaking)
-            for peer in shaking.values():
-                with contextlib.suppress(OSError):
-                    peer.shutdown(socket.SHUT_RDWR)
-        for hand in shaking:
-            hand.join()
         abi_fork.sender_destroy(self._sender)
 
-    def _accept(self) -> None:
-        while not self._ending.is_set():
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                # Closed; or out of descriptors, or a peer that went at once: the next may fare better.
-                if self._ending.wait(0.05):
-                    return
-                continue
-            if not self._hands.acquire(blocking=False):
-                peer.close()
-                continue
-            hand = threading.Thread(target=self._shake, args=[peer], name="tensorlift-hand", daemon=True)
-            with self._lock:
-                self._shaking[hand] = peer
-            try:
-                hand.start()
-            except RuntimeError:  # no more threads
-                self._done(hand, peer)
-
     def _shake(self, peer: socket.socket) -> None:
-        try:
-            peer.settimeout(_HANDSHAKE_SECONDS)
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            lease = welcome(peer, self._token, self._is_live)
-            if lease is not None and not self._ending.is_set():
-                peer.setblocking(True)
+        peer.settimeout(_HANDSHAKE_SECONDS)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        lease = welcome(peer, self._token, self._is_live)
+        if lease is not None and not self._listener.is_ending:
+            peer.setblocking(True)
+            # Where no thread can be had the socket is closed, and the fork sees that.
+            with contextlib.suppress(RefusedError):
                 abi_fork.sender_serve(self._sender, peer.detach())
-        except (OSError, RefusedError):
-            pass  # the fork sees a closed connection
-        finally:
-            self._done(threading.current_thread(), peer)
-
-    def _done(self, hand: threading.Thread, peer: socket.socket) -> None:
-        with self._lock:
-            self._shaking.pop(hand, None)
-        peer.close()
-        self._hands.release()
 
 
 class TcpConnection:

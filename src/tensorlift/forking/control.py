@@ -1,0 +1,184 @@
+"""What a seed says over HTTP: its manifest, and leases. Weights never pass here.
+
+    GET    /v1/manifest       gzip, with an ETag that is another one in each epoch
+    GET    /v1/state          {"instance", "epoch"}
+    POST   /v1/leases         {"seconds"} -> {"id", "epoch", "seconds"}
+    POST   /v1/leases/ID      the same, for longer
+    DELETE /v1/leases/ID
+
+With a token every request has to have it (Authorization: Bearer), and whoever lacks it is told 401 and
+nothing else. 429: too many readers; 503: weights are being updated; both have a Retry-After. 410: the seed
+ends, or the lease has lapsed. All three have {"reason", "retry_seconds"} in their body.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http
+import math
+import socket
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Protocol
+
+import msgspec
+
+from tensorlift.forking.leases import Lease, LeaseRefusedError
+
+__all__ = ["LeaseAnswer", "LeaseRequest", "Publication", "RefusedAnswer", "StateAnswer", "talk"]
+
+_IDLE_SECONDS = 30.0
+_LONGEST_BODY = 4096
+_LEASES = "/v1/leases"
+_STATUS = {"full": 429, "updating": 503, "closed": 410, "lapsed": 410}
+
+
+class LeaseRequest(msgspec.Struct):
+    """What a fork asks for."""
+
+    seconds: float = 60.0
+
+
+class LeaseAnswer(msgspec.Struct):
+    """What it gets."""
+
+    id: str
+    epoch: int
+    seconds: float
+
+
+class RefusedAnswer(msgspec.Struct):
+    """Why there is no lease; see LeaseRefusedError."""
+
+    reason: str
+    retry_seconds: float | None = None
+
+
+class StateAnswer(msgspec.Struct):
+    """What a seed is at."""
+
+    instance: str
+    epoch: int
+
+
+class Publication(Protocol):
+    """What answers: the seed."""
+
+    token: str
+
+    def manifest(self) -> tuple[str, bytes]:
+        """(ETag, compressed manifest); LeaseRefusedError while there is none."""
+
+    def state(self) -> StateAnswer:
+        """Now."""
+
+    def grant(self, seconds: float) -> tuple[Lease, float]:
+        """A lease, and for how long."""
+
+    def renew(self, id: str, seconds: float) -> tuple[Lease, float]:
+        """The same for longer."""
+
+    def release(self, id: str) -> None:
+        """Gives it back."""
+
+
+def talk(peer: socket.socket, seed: Publication) -> None:
+    """One connection, to its end."""
+    _Handler(peer, peer.getpeername(), seed)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "tensorlift", ""
+    timeout = _IDLE_SECONDS
+
+    def __init__(self, peer: socket.socket, address: Any, seed: Publication) -> None:
+        self.seed = seed
+        super().__init__(peer, address, None)  # type: ignore[arg-type]
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: a request has the token in it, and a seed is somebody else's process."""
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """For what is no request: said before anybody could ask who sends it."""
+        self._send(401 if self.seed.token else code, close=True)
+
+    def do_GET(self) -> None:
+        self._answered(self._get)
+
+    def do_POST(self) -> None:
+        self._answered(self._post)
+
+    def do_DELETE(self) -> None:
+        self._answered(self._delete)
+
+    def _answered(self, answer: Any) -> None:
+        if not self._is_known():
+            self._send(401, more={"WWW-Authenticate": "Bearer"}, close=True)
+            return
+        try:
+            answer()
+        except LeaseRefusedError as refused:
+            seconds = refused.retry_seconds
+            more = {} if seconds is None else {"Retry-After": str(math.ceil(seconds))}
+            body = msgspec.json.encode(RefusedAnswer(refused.reason, seconds))
+            self._send(_STATUS[refused.reason], body, more)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self._send(400, b"the body is not what is wanted here", close=True)
+
+    def _is_known(self) -> bool:
+        if not self.seed.token:
+            return True
+        given = self.headers.get("Authorization", "")
+        return hmac.compare_digest(
+            given.encode("utf-8", "replace"), b"Bearer " + self.seed.token.encode("utf-8")
+        )
+
+    def _get(self) -> None:
+        if self.path == "/v1/state":
+            self._send(200, msgspec.json.encode(self.seed.state()))
+        elif self.path == "/v1/manifest":
+            tag, body = self.seed.manifest()
+            if self.headers.get("If-None-Match") == tag:
+                self._send(304, more={"ETag": tag})
+            else:
+                self._send(200, body, {"ETag": tag, "Content-Encoding": "gzip"})
+        else:
+            self._send(404)
+
+    def _post(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit() and int(length) <= _LONGEST_BODY):
+            self._send(413, close=True)
+            return
+        body = self.rfile.read(int(length))
+        base, slash, id = self.path.rpartition("/")
+        if self.path == _LEASES:
+            lease, seconds = self.seed.grant(msgspec.json.decode(body, type=LeaseRequest).seconds)
+        elif slash and base == _LEASES:
+            lease, seconds = self.seed.renew(id, msgspec.json.decode(body, type=LeaseRequest).seconds)
+        else:
+            self._send(404)
+            return
+        self._send(200, msgspec.json.encode(LeaseAnswer(lease.id, lease.epoch, seconds)))
+
+    def _delete(self) -> None:
+        base, _, id = self.path.rpartition("/")
+        if base != _LEASES:
+            self._send(404)
+            return
+        self.seed.release(id)
+        self._send(204)
+
+    def _send(
+        self, status: int, body: bytes = b"", more: dict[str, str] | None = None, close: bool = False
+    ) -> None:
+        self.send_response(status, http.HTTPStatus(status).phrase)
+        for name, value in (more or {}).items():
+            self.send_header(name, value)
+        if status not in (204, 304):
+            self.send_header("Content-Length", str(len(body)))
+        if close:
+            self.send_header("Connection", "close")
+            self.close_connection = True
+        self.end_headers()
+        self.wfile.write(body)

@@ -1,0 +1,176 @@
+"""A seed: a model's weights, offered to forks until it is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+
+from tensorlift.errors import RequestError
+from tensorlift.forking.control import StateAnswer, talk
+from tensorlift.forking.leases import Lease, Leases
+from tensorlift.forking.listener import Listener
+from tensorlift.forking.manifest import Manifest, ModelKey, Offer, encode, layout_digest
+from tensorlift.forking.offering import named_tensors, offer
+from tensorlift.forking.tcp import TcpServer
+from tensorlift.forking.throttle import parse_limit
+
+__all__ = ["Seed"]
+
+# A request takes milliseconds; a reader has one connection to ask by.
+_MOST_TALKS = 64
+# A fork that died holds its lease no longer.
+_LONGEST_LEASE = 60.0
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Seed:
+    """Weights of host memory over TCP, and what is said about them over HTTP at ``url``.
+
+    Tensors stay as long as the seed; changing them outside of updating() is seen by no reader.
+    """
+
+    def __init__(
+        self,
+        model: object,
+        key: ModelKey,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+        insecure: bool = False,
+        limit: str | None = None,
+        readers: int = 8,
+        weights: str = "",
+    ) -> None:
+        """Begins. ``limit``: such as "2GB/s"; ``readers``: forks at once; ``weights``: the version of them.
+
+        Raises RequestError for weights that cannot be offered and for an address that others reach without a
+        token, OptionError, OSError where nobody can listen there.
+        """
+        if host not in _LOOPBACK and not token and not insecure:
+            raise RequestError(
+                f"a seed on {host} is open to whoever reaches it: give a token, or say insecure=True"
+            )
+        self._named = named_tensors(model)
+        self._offering = offer(self._named)
+        for region in self._offering.regions:
+            if region.device != "cpu":
+                raise RequestError(
+                    f"weights on {region.device} cannot be offered yet: they are on the CPU only"
+                )
+        self.token, self.key, self._weights = token, key, weights
+        self.instance = secrets.token_hex(16)
+        self._leases = Leases(readers, _LONGEST_LEASE)
+        self._changed = threading.Condition()
+        rate = parse_limit(limit, "limit", 0.0)
+        regions = [
+            (address, region.nbytes)
+            for address, region in zip(self._offering.addresses, self._offering.regions, strict=True)
+        ]
+        self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS)
+        try:
+            self._tcp = TcpServer(regions, self._is_live, host=host, token=token, limit=rate)
+            self._publish()
+            self._http.start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """Where forks ask."""
+        return f"http://{self._http.address}"
+
+    def _publish(self) -> None:
+        offering = self._offering
+        manifest = Manifest(
+            instance=self.instance, epoch=self._leases.epoch, weights=self._weights, key=self.key,
+            layout=layout_digest(offering.tensors), transports=(Offer("tcp", self._tcp.address),),
+            regions=offering.regions, tensors=offering.tensors,
+        )  # fmt: skip
+        self._manifest = (f'"{self.instance}-{manifest.epoch}"', encode(manifest))
+
+    def manifest(self) -> tuple[str, bytes]:
+        """(ETag, compressed manifest) of this epoch."""
+        with self._changed:
+            return self._manifest
+
+    def state(self) -> StateAnswer:
+        """Instance and epoch now."""
+        with self._changed:
+            return StateAnswer(self.instance, self._leases.epoch)
+
+    def grant(self, seconds: float) -> tuple[Lease, float]:
+        """A lease, and for how long; LeaseRefusedError."""
+        with self._changed:
+            now = time.monotonic()
+            lease = self._leases.grant(seconds, now)
+            return lease, lease.until - now
+
+    def renew(self, id: str, seconds: float) -> tuple[Lease, float]:
+        """The same for longer; LeaseRefusedError."""
+        with self._changed:
+            now = time.monotonic()
+            lease = self._leases.renew(id, seconds, now)
+            return lease, max(0.0, lease.until - now)
+
+    def release(self, id: str) -> None:
+        """A reader is through."""
+        with self._changed:
+            self._leases.release(id)
+            self._changed.notify_all()
+
+    def _is_live(self, id: str) -> bool:
+        with self._changed:
+            return self._leases.holds(id, time.monotonic())
+
+    @contextlib.contextmanager
+    def updating(self, timeout: float = 30.0, weights: str = "") -> Iterator[None]:
+        """Around a change of the weights: readers end or lapse first, or see afterwards that theirs are old.
+
+        timeout: seconds to wait for them. weights: the version behind the change.
+        """
+        with self._changed:
+            self._leases.begin_update()
+            self._wait_for_readers(timeout)
+            self._leases.move_on()
+            self._tcp.set_epoch(self._leases.epoch, False)
+            self._weights = weights
+            self._publish()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._tcp.set_epoch(self._leases.epoch, True)
+                self._leases.end_update()
+
+    def _wait_for_readers(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while (now := time.monotonic()) < end and self._leases.live(now):
+            self._changed.wait(min(end, self._leases.next_end(now)) - now)
+
+    def stats(self) -> dict[str, int]:
+        """readers now, refused_leases, and what the transport counts: see TcpServer.stats()."""
+        with self._changed:
+            leases = {"readers": self._leases.live(time.monotonic()), "refused_leases": self._leases.refused}
+        return leases | self._tcp.stats()
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Ends all readers, at once or after as many seconds as they may have to end; frees the weights."""
+        with self._changed:
+            self._leases.close()
+            self._wait_for_readers(timeout)
+        self._http.close()
+        tcp = getattr(self, "_tcp", None)
+        if tcp is not None:
+            tcp.close()
+        self._named = []
+
+    def __enter__(self) -> Seed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

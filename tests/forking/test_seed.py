@@ -1,0 +1,320 @@
+"""A seed and who asks it: manifests, leases, tokens, updates, strangers, and what is left when it ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support import leaks
+from tensorlift.engine.abi_fork import Outcome
+from tensorlift.errors import ManifestError, OptionError, RequestError, SeedError
+from tensorlift.forking.client import SeedClient
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.matching import copies_of, errands
+from tensorlift.forking.offering import named_tensors, offer
+from tensorlift.forking.seed import Seed
+from tensorlift.forking.tcp import TcpConnection
+
+KEY = ModelKey(model="org/model", revision="abc")
+TOKEN = "t\u00f6ken"
+
+
+def model(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = {f"t{k}": torch.rand(50 + k, 7, generator=generator) for k in range(9)}
+    return {**made, "tied": made["t3"], "transposed": made["t4"].t(), "empty": torch.empty(0, 3)}
+
+
+@pytest.fixture
+def seed() -> Iterator[Seed]:
+    with leaks.nothing_left():
+        made = Seed(model(), KEY, token=TOKEN)
+        yield made
+        made.close()
+
+
+def read(seed: SeedClient, into: dict[str, torch.Tensor], token: str = TOKEN) -> list[int]:
+    """All of it by one connection; the outcomes."""
+    manifest = seed.manifest()
+    ours = offer(named_tensors(into))
+    lease = seed.lease(30)
+    connection = TcpConnection(manifest.transports[0].address, token, lease.id, 60)
+    outcomes = [
+        connection.fetch(chunk, manifest.epoch, places, digest=True).outcome
+        for chunk, places in errands(copies_of(manifest.tensors, ours.tensors, ours.addresses), 1000)
+    ]
+    connection.close()
+    seed.release(lease.id)
+    return outcomes
+
+
+def test_weights_come_over(seed: Seed) -> None:
+    client, into = SeedClient(seed.url, TOKEN), model(1)
+    assert client.manifest().key == KEY
+    assert set(read(client, into)) == {Outcome.OK}
+    for name, tensor in model().items():
+        assert torch.equal(into[name], tensor), name
+    stats = seed.stats()
+    assert (stats["readers"], stats["refused_leases"], stats["refused_chunks"]) == (0, 0, 0)
+    assert stats["sent_bytes"] == sum(region.nbytes for region in client.manifest().regions)
+
+
+def test_an_update(seed: Seed) -> None:
+    client, into = SeedClient(seed.url, TOKEN), model(1)
+    old = client.manifest()
+    lease = client.lease(0.2)  # of a reader that is stopped
+    connection = TcpConnection(old.transports[0].address, TOKEN, lease.id, 60)
+    tensors = {one.name: one.tensor for one in seed._named}
+    with seed.updating(timeout=60, weights="v2"):
+        with pytest.raises(SeedError, match=r"it updates its weights; ask again in 0\.1 s") as caught:
+            client.lease(10)
+        assert caught.value.retry_seconds == 0.1
+        tensors["t0"].fill_(5)
+    now = client.manifest()
+    assert (now.epoch, now.weights, now.instance) == (1, "v2", old.instance)
+    assert client.state().epoch == 1
+    # The one that was stopped goes on where it was, and gets nothing.
+    memory = np.zeros(100, np.uint8)
+    places = np.array([[0, 100, memory.ctypes.data]], np.uint64)
+    chunk = errands(copies_of(old.tensors, old.tensors, [0] * len(old.regions)), 100)[0].chunk
+    assert connection.fetch(chunk, old.epoch, places, digest=True).outcome == Outcome.STALE
+    connection.close()
+    with pytest.raises(SeedError, match="has lapsed"):
+        client.renew(lease.id, 10)
+    assert set(read(client, into)) == {Outcome.OK}
+    assert (into["t0"] == 5).all()
+
+
+def test_an_update_waits_for_its_readers(seed: Seed) -> None:
+    client = SeedClient(seed.url, TOKEN)
+    lease = client.lease(60)
+    begun, changed = threading.Event(), threading.Event()
+
+    def change() -> None:
+        begun.set()
+        with seed.updating(timeout=600):
+            changed.set()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    begun.wait()
+    assert not changed.wait(0.2)
+    assert read_one(client, lease.id) == Outcome.OK
+    client.release(lease.id)
+    thread.join()
+    assert changed.is_set()
+    assert client.state().epoch == 1
+
+
+def read_one(client: SeedClient, lease: str) -> int:
+    manifest = client.manifest()
+    connection = TcpConnection(manifest.transports[0].address, TOKEN, lease, 60)
+    places = np.zeros((0, 3), np.uint64)
+    chunk = errands(copies_of(manifest.tensors, manifest.tensors, [0] * len(manifest.regions)), 100)[0].chunk
+    outcome = connection.fetch(chunk, manifest.epoch, places, digest=True).outcome
+    connection.close()
+    return int(outcome)
+
+
+def test_an_update_that_fails_opens_again(seed: Seed) -> None:
+    client = SeedClient(seed.url, TOKEN)
+    with pytest.raises(ZeroDivisionError), seed.updating():
+        raise ZeroDivisionError
+    assert client.lease(10).epoch == 1
+
+
+def test_no_more_readers_than_allowed() -> None:
+    with Seed(model(), KEY, readers=2) as seed:
+        client = SeedClient(seed.url)
+        held = [client.lease(50), client.lease(20)]
+        with pytest.raises(SeedError, match="as many readers as it takes; ask again in") as caught:
+            client.lease(10)
+        assert 0 < (caught.value.retry_seconds or 0) <= 20
+        answer = ask(seed, "POST", "/v1/leases", b"{}")
+        assert answer[0] == 429
+        assert 0 < int(answer[1]["Retry-After"]) <= 20
+        client.release(held[0].id)
+        client.lease(10)
+        assert seed.stats()["refused_leases"] == 2
+
+
+def test_a_seed_that_ends(seed: Seed) -> None:
+    client = SeedClient(seed.url, TOKEN)
+    client.lease(60)
+    seed.close()
+    with pytest.raises(SeedError, match=r"^http://127.0.0.1:\d+ cannot be reached: "):
+        client.manifest()
+    seed.close()
+
+
+def ask(
+    seed: Seed, method: str, path: str, body: bytes | None = None, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection(*seed.url.removeprefix("http://").split(":"), timeout=60)
+    try:
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.headers), answer.read()
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "NONSENSE"])
+@pytest.mark.parametrize("path", ["/", "/v1/manifest", "/v1/leases/x"])
+@pytest.mark.parametrize("given", [None, "Bearer token", "Basic dDpr"])
+def test_a_stranger_is_told_401_and_nothing_else(
+    seed: Seed, method: str, path: str, given: str | None
+) -> None:
+    headers = {} if given is None else {"Authorization": given}
+    status, found, body = ask(seed, method, path, **headers)
+    assert (status, body) == (401, b"")
+    assert seed.instance not in str(found)
+    assert found["Server"] == "tensorlift "
+
+
+def test_what_is_wrong_with_a_request() -> None:
+    with Seed(model(), KEY) as seed:
+        assert ask(seed, "GET", "/v2/manifest")[0] == 404
+        assert ask(seed, "DELETE", "/v1/manifest")[0] == 404
+        assert ask(seed, "POST", "/v1/other", b"{}")[0] == 404
+        assert ask(seed, "PUT", "/v1/leases")[0] == 501
+        assert ask(seed, "POST", "/v1/leases", b"x" * 5000)[0] == 413
+        assert ask(seed, "POST", "/v1/leases", b"{")[0] == 400
+        assert ask(seed, "POST", "/v1/leases", b'{"seconds": "long"}')[0] == 400
+        assert ask(seed, "POST", "/v1/leases", b"[" * 4000)[0] == 400
+        assert ask(seed, "POST", "/v1/leases/unknown", b"{}")[0] == 410
+        assert ask(seed, "DELETE", "/v1/leases/unknown")[0] == 204
+        for seconds in ("1e999", "-5", "0"):
+            assert ask(seed, "POST", "/v1/leases", b'{"seconds": %s}' % seconds.encode())[0] in (200, 400)
+        with socket.create_connection(tuple(seed.url.removeprefix("http://").split(":"))) as raw:
+            raw.sendall(b"\xff\xfe nonsense\r\n\r\n")
+            while raw.recv(100):  # it ends
+                pass
+        assert SeedClient(seed.url).lease(5).epoch == 0
+
+
+def test_an_unchanged_manifest_is_not_sent_again() -> None:
+    with Seed(model(), KEY) as seed:
+        status, headers, body = ask(seed, "GET", "/v1/manifest")
+        assert (status, headers["Content-Encoding"]) == (200, "gzip")
+        assert json.loads(zlib.decompress(body, wbits=31))["instance"] == seed.instance
+        again = ask(seed, "GET", "/v1/manifest", **{"If-None-Match": headers["ETag"]})
+        assert (again[0], again[2]) == (304, b"")
+        with seed.updating():
+            pass
+        assert ask(seed, "GET", "/v1/manifest", **{"If-None-Match": headers["ETag"]})[0] == 200
+
+
+def test_strangers_who_say_nothing_do_not_hold_a_seed_up() -> None:
+    seed = Seed(model(), KEY)
+    with leaks.nothing_left():
+        address = tuple(seed.url.removeprefix("http://").split(":"))
+        silent = [socket.create_connection(address) for _ in range(70)]
+        begin = time.monotonic()
+        seed.close()
+        assert time.monotonic() - begin < 25  # a connection that does nothing is kept for 30 s
+        for one in silent:
+            one.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "seed", "https://a:1", "http://a", "http://:1", "http://a:b", "http://a:99999", "http://a:1/x"],
+)
+def test_what_is_no_url_of_a_seed(url: str) -> None:
+    with pytest.raises(RequestError, match="is no URL of a seed; it looks like http://host:port"):
+        SeedClient(url)
+
+
+class Other:
+    """Who listens where a seed should be."""
+
+    def __init__(self, *parts: bytes) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.thread = threading.Thread(target=self.answer, args=[b"".join(parts)])
+        self.thread.start()
+
+    def answer(self, text: bytes) -> None:
+        peer, _ = self.listener.accept()
+        peer.recv(10_000)
+        peer.sendall(text)
+        peer.close()
+
+    def close(self) -> None:
+        self.thread.join()
+        self.listener.close()
+
+
+def answer(status: str, body: bytes, length: int | None = None) -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "says"),
+    [
+        (b"", SeedError, "cannot be reached: "),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", SeedError, "cannot be reached: "),
+        (answer("200 OK", b"<html>"), SeedError, "answers what no seed answers: '<html>'"),
+        (answer("500 Oh", b"\xff" * 9), SeedError, "answers with status 500: it is no seed of this version"),
+        (answer("200 OK", b"{}", length=50), SeedError, "answers what no seed answers: '{}'"),
+        (answer("200 OK", b"x" * ((1 << 20) + 1)), SeedError, "answers with more than 1,048,576 bytes"),
+        (answer("429 No", b'{"reason": "full", "retry_seconds": 3}'), SeedError, "ask again in 3.0 s"),
+        (answer("410 No", b'{"reason": "\\u001b[31m"}'), SeedError, r"'\x1b[31m'"),
+    ],
+)
+def test_who_is_no_seed(said: bytes, error: type[Exception], says: str) -> None:
+    other = Other(said)
+    with pytest.raises(error) as caught:
+        SeedClient(other.url, seconds=20).state()
+    other.close()
+    assert str(caught.value).startswith(other.url)
+    assert says in str(caught.value)
+
+
+def test_a_manifest_that_is_none() -> None:
+    other = Other(answer("200 OK", b"{}"))
+    with pytest.raises(ManifestError, match="does not decompress"):
+        SeedClient(other.url).manifest()
+    other.close()
+
+
+def test_a_token_is_in_no_message() -> None:
+    with Seed(model(), KEY, token="hush") as seed:
+        for client in (
+            SeedClient(seed.url, "wrong-hush"),
+            SeedClient(seed.url.replace("//", "//user:hush@"), "no"),
+        ):
+            with pytest.raises(SeedError, match="does not take this token") as caught:
+                client.manifest()
+            assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "says"),
+    [
+        ({"host": "0.0.0.0"}, RequestError, "give a token, or say insecure=True"),
+        ({"limit": "fast"}, OptionError, "limit is 'fast'"),
+        ({"host": "192.0.2.1", "token": "x"}, OSError, "assign requested address"),
+    ],
+)
+def test_a_seed_that_does_not_begin(more: dict[str, Any], error: type[Exception], says: str) -> None:
+    with leaks.nothing_left(), pytest.raises(error, match=says):
+        Seed(model(), KEY, **more)
+
+
+def test_a_port_that_is_taken(seed: Seed) -> None:
+    port = int(seed.url.rpartition(":")[2])
+    with leaks.nothing_left(), pytest.raises(OSError):
+        Seed(model(), KEY, port=port)
