@@ -24,7 +24,18 @@ from tensorlift.distributed.board import Failure as BoardFailure
 from tensorlift.engine import abi
 from tensorlift.engine.abi import Status
 from tensorlift.engine.failures import Failure, exception_of
-from tensorlift.forking.manifest import Manifest, ModelKey, Region, Tensor, decode, encode, layout_digest
+from tensorlift.forking.client import SeedClient
+from tensorlift.forking.fork import _check
+from tensorlift.forking.manifest import (
+    Layout,
+    Manifest,
+    ModelKey,
+    Region,
+    Tensor,
+    decode,
+    encode,
+    layout_digest,
+)
 from tensorlift.format.checkpoint import Shard
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "errors.md").read_text(encoding="utf-8")
@@ -98,6 +109,22 @@ def lying_seed() -> None:
     decode(encode(lying), "http://10.0.0.7:8000")
 
 
+SEED = "http://10.0.0.7:8000"
+
+
+def other_weights() -> None:
+    tensors = (Tensor("layer.weight", "float16", (5,), (1,), 0, 0),)
+    theirs = Manifest(
+        instance="0" * 32, epoch=0, key=ModelKey(model="m"), layout=layout_digest(tensors),
+        regions=(Region(10),), tensors=tensors,
+    )  # fmt: skip
+    _check(SeedClient(SEED), theirs, None, [Layout("layer.weight", "float16", (4,), (1,))])
+
+
+def updating_seed() -> None:
+    raise SeedClient(SEED)._refusal(503, b'{"reason": "updating", "retry_seconds": 0.1}')
+
+
 def closed_weights() -> None:
     weights = tensorlift.open(good())
     weights.close()
@@ -136,6 +163,8 @@ EXAMPLES: dict[str, Callable[[], object]] = {
     ),
     "PeerError": peer_failed,
     "ManifestError": lying_seed,
+    "ForkError": other_weights,
+    "SeedError": updating_seed,
     "RequestError": closed_weights,
     "OptionError": lambda: tensorlift.load(good(), chunk_size="5"),
     "DeviceError": lambda: tensorlift.load(good(), device="toaster"),

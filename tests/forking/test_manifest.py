@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorlift.errors import ManifestError
@@ -74,6 +74,7 @@ names = st.text(max_size=20)
 dims = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=4)
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         names, st.tuples(st.sampled_from(sorted(ITEM_BYTES)), dims, st.integers(0, 9)), max_size=8
@@ -160,6 +161,7 @@ def test_what_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         decode(packed(b" " * 10_000_000), "seed")
 
 
+@settings(deadline=None)
 @given(st.integers(0, 400), st.binary(min_size=1, max_size=4))
 def test_damage_is_an_ordinary_error(at: int, bytes_: bytes) -> None:
     text = json.dumps(plain()).encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorlift.errors import OptionError
@@ -46,6 +46,7 @@ def test_a_clock_that_goes_back_gives_nothing_away() -> None:
     assert bucket.take(1, 101.0) == pytest.approx(0.01)
 
 
+@settings(deadline=None)
 @given(
     st.floats(1, 1e6),
     st.floats(0, 1e6),

@@ -91,33 +91,31 @@ class ChunkQueue:
         state.holder, state.done_by = None, source
         self._count(source, state.chunk.nbytes)
 
-    def wrong(self, number: int, source: str, moved_bytes: int) -> None:
-        """It was brought wrongly or in part: again, and from somebody else after that."""
+    def wrong(self, number: int, source: str) -> bool:
+        """It was brought wrongly: again, and from somebody else after that. Whether it was the last time."""
+        state = self._states[number]
+        self.give_back(number, source, state.chunk.nbytes)
+        if state.attempts[source] >= self.ATTEMPTS:
+            state.failed.add(source)
+        return source in state.failed
+
+    def give_back(self, number: int, source: str, moved_bytes: int = 0) -> None:
+        """It was not brought, and nothing writes it any more: only now may somebody else bring it."""
         state = self._held(number, source)
         state.holder = None
         self._count(source, moved_bytes)
-        if state.attempts[source] >= self.ATTEMPTS:
-            state.failed.add(source)
         self._waiting.appendleft(number)
 
     def leave(self, source: str) -> None:
-        """The source is gone or too slow: what it holds goes back, what it has done stays."""
+        """The source is gone or too slow: it gets nothing more. What it has done stays; what it holds it has
+        to give back or to do, for it may still be writing.
+        """
         self._gone.add(source)
-        for number, state in enumerate(self._states):
-            if state.holder == source:
-                state.holder = None
-                self._waiting.appendleft(number)
 
     def lacking(self, sources: Iterable[str]) -> list[Chunk]:
         """Chunks that wait and that none of these sources may bring any more."""
         left = set(sources) - self._gone
         return [self._states[number].chunk for number in self._waiting if left <= self._states[number].failed]
-
-    def start_again(self) -> None:
-        """The weights have another version: nothing that was brought counts any more."""
-        self._waiting = deque(range(len(self._states)))
-        for number, state in enumerate(self._states):
-            self._states[number] = _State(state.chunk)
 
     def bytes_by_source(self) -> dict[str, int]:
         """What is done, by who brought it."""

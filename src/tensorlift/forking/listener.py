@@ -26,17 +26,14 @@ class Listener:
         self._talking: dict[threading.Thread, socket.socket] = {}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=128)
+        name, number = self._socket.getsockname()[:2]
+        self.address = f"[{name}]:{number}" if ":" in name else f"{name}:{number}"
+        """host:port."""
         self._thread = threading.Thread(target=self._accept, name="tensorlift-seed", daemon=True)
 
     def start(self) -> None:
         """Accepts from now on."""
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """host:port."""
-        host, port = self._socket.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     @property
     def is_ending(self) -> bool:

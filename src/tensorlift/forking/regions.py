@@ -80,12 +80,14 @@ def regions_by_block(tensors: Placed, blocks: Blocks) -> Regions:
 
 
 def _grouped(extents: Extents, group_of: Ints) -> Regions:
-    """A region for each group, numbered by address."""
+    """A region for each group, in the order of their first tensors: addresses differ between two instances of
+    one model, and their regions should not.
+    """
     count = int(group_of.max()) + 1 if len(group_of) else 0
     starts, stops = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
     np.minimum.at(starts, group_of, extents.starts)
     np.maximum.at(stops, group_of, extents.stops)
-    order = np.argsort(starts, kind="stable")
+    order = np.argsort(np.unique(group_of, return_index=True)[1], kind="stable")
     number = np.empty(count, np.int64)
     number[order] = np.arange(count)
     region_of = number[group_of]

@@ -22,8 +22,8 @@ __all__ = ["TcpConnection", "TcpServer"]
 _HANDSHAKE_SECONDS = 10.0
 _MOST_HANDSHAKES = 32
 _IDLE_MILLISECONDS = 60_000
-# Of a limited seed at once: what one connection sends between two looks at the clock.
-_BURST_BYTES = 1 << 20
+# What a limited seed may send at once after a rest: of a second's bytes, and of all.
+_BURST_SHARE, _BURST_BYTES = 20, 1 << 20
 
 
 class TcpServer:
@@ -47,7 +47,8 @@ class TcpServer:
         self._sender = Handle()
         self._listener = Listener(host, port, self._shake, _MOST_HANDSHAKES)
         try:
-            abi_fork.sender_create(regions, limit or 0, _BURST_BYTES, _IDLE_MILLISECONDS, self._sender)
+            burst = min(_BURST_BYTES, (limit or 0) // _BURST_SHARE)
+            abi_fork.sender_create(regions, limit or 0, burst, _IDLE_MILLISECONDS, self._sender)
             self._listener.start()
         except BaseException:
             self.close()

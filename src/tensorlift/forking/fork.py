@@ -1,0 +1,143 @@
+"""A fork: the weights of a running instance, into a model that is there."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tensorlift.errors import ForkError, RequestError, SeedError
+from tensorlift.forking.client import SeedClient
+from tensorlift.forking.manifest import Layout, Manifest, ModelKey, differences
+from tensorlift.forking.matching import copies_of, errands
+from tensorlift.forking.offering import Offering, named_tensors, offer
+from tensorlift.forking.reader import Reader, Source, failed, told
+from tensorlift.progress import Report as Progress
+
+__all__ = ["Forked", "fork_into"]
+
+# Large enough that asking costs nothing, small enough that a lost one is no loss.
+_CHUNK_BYTES = 16 << 20
+# Weights that change faster than they can be read are no source.
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """What a fork did."""
+
+    bytes: int
+    seconds: float
+    by_source: Mapping[str, int]
+    """Bytes that came from each seed and were kept."""
+    moved_bytes: int
+    """All that came, with what was thrown away."""
+    weights: str
+    """The version that was taken."""
+    left: tuple[str, ...] = ()
+    """Seeds that were left behind, each with the reason."""
+
+
+def fork_into(
+    model: object,
+    urls: str | Sequence[str],
+    *,
+    token: str = "",
+    key: ModelKey | None = None,
+    connections: int = 2,
+    patience: float = 10.0,
+    chunk_bytes: int = _CHUNK_BYTES,
+    progress: Progress | None = None,
+) -> Forked:
+    """Fills the tensors of a model (host memory) from one seed or several that offer the same weights.
+
+    key: which weights are wanted; without it those of the first seed. connections: to each seed. patience:
+    seconds that a seed may do nothing, or keep a fork waiting. Names, dtypes, shapes and strides are compared
+    before a byte is written; each chunk with its digest and its epoch. Raises ForkError, SeedError,
+    ManifestError, RequestError; after an error the tensors' contents are undefined.
+    """
+    begin = time.monotonic()
+    ours = offer(named_tensors(model))
+    for region in ours.regions:
+        if region.device != "cpu":
+            raise RequestError(f"tensors on {region.device} cannot be forked into yet: the CPU's only")
+    clients = [SeedClient(url, token, patience) for url in ([urls] if isinstance(urls, str) else urls)]
+    if not clients:
+        raise RequestError("there is no seed to fork from; name one: http://host:port")
+    left: dict[str, str] = {}
+    moved = 0
+    for _ in range(_ATTEMPTS):
+        sources = _sources(clients, key, ours, left)
+        work = errands(copies_of(sources[0].manifest.tensors, ours.tensors, ours.addresses), chunk_bytes)
+        total = sum(errand.chunk.nbytes for errand in work)
+        reader = Reader(work, sources, token, connections, patience)
+        reader.run(functools.partial(_tell, progress, total))
+        moved += sum(reader.queue.moved_bytes.values())
+        left |= {source.name: source.gone for source in sources if source.gone}
+        by_source = reader.queue.bytes_by_source()
+        if reader.queue.is_done:
+            return Forked(
+                bytes=total,
+                seconds=time.monotonic() - begin,
+                by_source=by_source,
+                moved_bytes=moved,
+                weights=sources[0].manifest.weights,
+                left=tuple(f"{name}: {why}" for name, why in left.items()),
+            )
+        if not any(source.stale for source in sources):
+            raise failed(total - sum(by_source.values()), total, told(sources))
+    raise ForkError(
+        f"{clients[0].url}: the weights have changed {_ATTEMPTS} times while they were read; fork when they "
+        "rest, or load from files"
+    )
+
+
+def _tell(progress: Progress | None, total: int, done: int) -> None:
+    if progress is not None:
+        progress(done, total)
+
+
+def _sources(
+    clients: Sequence[SeedClient], key: ModelKey | None, ours: Offering, left: dict[str, str]
+) -> list[Source]:
+    """The seeds that offer what is wanted, in the same regions; raises why there is none."""
+    layouts = [Layout(one.name, one.dtype, one.shape, one.stride) for one in ours.tensors]
+    found: list[Source] = []
+    first: ForkError | None = None
+    for client in clients:
+        try:
+            manifest = client.manifest()
+            _check(client, manifest, key, layouts)
+        except ForkError as error:
+            first = first or error
+            left[client.url] = str(error).removeprefix(client.url).lstrip(": ")
+            continue
+        if found and not _alike(found[0].manifest, manifest):
+            left[client.url] = "it has other weights than the first seed, or has them in other regions"
+        else:
+            left.pop(client.url, None)
+            found.append(Source(client, manifest))
+    if not found:
+        raise first or SeedError("no seed has answered")
+    return found
+
+
+def _check(client: SeedClient, manifest: Manifest, key: ModelKey | None, layouts: Sequence[Layout]) -> None:
+    if key is not None and manifest.key != key:
+        raise ForkError(
+            f"{client.url} has {manifest.key}, wanted is {key}; name a seed of the same model and ranks"
+        )
+    if unlike := differences(manifest, layouts):
+        raise ForkError(f"{client.url} has other weights than the model here: " + "; ".join(unlike))
+    if not any(offer.kind == "tcp" for offer in manifest.transports):
+        raise ForkError(f"{client.url} offers no transport that this fork knows: tcp")
+
+
+def _alike(one: Manifest, other: Manifest) -> bool:
+    return (one.key, one.weights, one.regions, one.tensors) == (
+        other.key,
+        other.weights,
+        other.regions,
+        other.tensors,
+    )

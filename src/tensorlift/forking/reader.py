@@ -1,0 +1,212 @@
+"""A fork at work: what it lacks is pulled from all seeds at once, each as fast as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tensorlift.engine.abi_fork import Outcome
+from tensorlift.errors import ForkError, SeedError
+from tensorlift.forking.chunks import ChunkQueue
+from tensorlift.forking.client import SeedClient
+from tensorlift.forking.manifest import Manifest
+from tensorlift.forking.matching import Errand
+from tensorlift.forking.tcp import TcpConnection
+
+__all__ = ["Reader", "Source"]
+
+_LEASE_SECONDS = 30.0
+_OUTCOMES = {
+    Outcome.STALE: "its weights have changed",
+    Outcome.CLOSED: "its weights are being changed",
+    Outcome.RANGE: "it has no such bytes: its manifest is another seed's",
+}
+
+
+@dataclass(slots=True)
+class Source:
+    """A seed that is read from."""
+
+    client: SeedClient
+    manifest: Manifest
+    lease: str = ""
+    renew_at: float = 0.0
+    gone: str = ""
+    """Why nothing is read from it any more."""
+    stale: bool = False
+    """Because it has other weights now."""
+    connections: list[TcpConnection] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Its URL."""
+        return self.client.url
+
+
+class Reader:
+    """Brings all errands from some sources, whose manifests have the same regions."""
+
+    def __init__(
+        self,
+        errands: Sequence[Errand],
+        sources: Sequence[Source],
+        token: str,
+        connections: int,
+        patience: float,
+    ) -> None:
+        """``connections``: to each source; ``patience``: seconds that one may do nothing."""
+        self.queue = ChunkQueue(errand.chunk for errand in errands)
+        self._errands, self._sources, self._token = errands, sources, token
+        self._connections, self._patience = connections, patience
+        self._state = threading.Condition()
+        self._stopping = False
+        self._failure: BaseException | None = None
+
+    def run(self, tick: Callable[[int], object]) -> None:
+        """Until all has come, or nobody is left who may bring the rest. ``tick``: told the bytes there."""
+        threads = [
+            threading.Thread(target=self._guarded, args=[source], name="tensorlift-fork", daemon=True)
+            for source in self._sources
+            if self._leased(source)
+            for _ in range(self._connections)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads):
+                with self._state:
+                    self._state.wait(0.2)
+                tick(sum(self.queue.bytes_by_source().values()))
+                self._renew()
+        finally:
+            self._end(threads)
+        if self._failure is not None:
+            raise self._failure
+
+    def _leased(self, source: Source) -> bool:
+        end = time.monotonic() + self._patience
+        while True:
+            try:
+                answer = source.client.lease(_LEASE_SECONDS)
+            except SeedError as error:
+                wait = error.retry_seconds
+                if wait is None or time.monotonic() + wait > end:
+                    self._leave(source, str(error).removeprefix(source.name).lstrip(": "))
+                    return False
+                time.sleep(wait)
+                continue
+            source.lease, source.renew_at = answer.id, time.monotonic() + answer.seconds / 2
+            if answer.epoch != source.manifest.epoch:
+                self._leave(source, _OUTCOMES[Outcome.STALE], stale=True)
+                return False
+            return True
+
+    def _renew(self) -> None:
+        for source in self._sources:
+            if source.lease and not source.gone and time.monotonic() >= source.renew_at:
+                # One that cannot be prolonged shows in what comes next: chunks say of which epoch they are.
+                source.renew_at = time.monotonic() + _LEASE_SECONDS / 2
+                with contextlib.suppress(SeedError):
+                    source.client.renew(source.lease, _LEASE_SECONDS)
+
+    def _end(self, threads: Sequence[threading.Thread]) -> None:
+        with self._state:
+            self._stopping = True
+            self._state.notify_all()
+            for source in self._sources:
+                for connection in source.connections:
+                    connection.shutdown()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        for source in self._sources:
+            if source.lease:
+                with contextlib.suppress(SeedError):  # it lapses
+                    source.client.release(source.lease)
+
+    def _guarded(self, source: Source) -> None:
+        try:
+            self._pull(source)
+        except ConnectionRefusedError as error:
+            self._leave(source, str(error))
+        except OSError as error:
+            self._leave(source, f"the connection is lost: {error}")
+        except BaseException as error:  # noqa: BLE001 - for the thread that waits
+            self._failure = error
+            self._leave(source, str(error))
+
+    def _pull(self, source: Source) -> None:
+        address = next(offer.address for offer in source.manifest.transports if offer.kind == "tcp")
+        connection = TcpConnection(address, self._token, source.lease, self._patience)
+        try:
+            with self._state:
+                source.connections.append(connection)
+            while (number := self._next(source)) is not None:
+                self._bring(source, connection, number)
+        finally:
+            with self._state:
+                if connection in source.connections:
+                    source.connections.remove(connection)
+            connection.close()
+
+    def _next(self, source: Source) -> int | None:
+        """A chunk to bring; waits while others hold what may come back."""
+        with self._state:
+            while not (self._stopping or source.gone or self.queue.is_done):
+                number = self.queue.take(source.name)
+                if number is not None:
+                    return number
+                self._state.wait(0.2)
+            return None
+
+    def _bring(self, source: Source, connection: TcpConnection, number: int) -> None:
+        chunk, places = self._errands[number]
+        try:
+            came = connection.fetch(chunk, source.manifest.epoch, places, digest=True)
+        except BaseException:
+            with self._state:
+                self.queue.give_back(number, source.name)
+            raise
+        with self._state:
+            # What is right is kept, also from a source that is gone by now: its epoch was the wanted one.
+            if came.outcome == Outcome.OK and came.verified:
+                self.queue.done(number, source.name)
+            elif came.outcome == Outcome.WRONG:
+                if self.queue.wrong(number, source.name):
+                    self._left(source, "what it sends does not have the digest that comes with it")
+            else:
+                self.queue.give_back(number, source.name)
+                if came.outcome == Outcome.OK:
+                    self._left(source, "it was built without digests, so that what comes cannot be checked")
+                else:
+                    self._left(source, _OUTCOMES[came.outcome], stale=came.outcome != Outcome.RANGE)
+            self._state.notify_all()
+
+    def _leave(self, source: Source, why: str, stale: bool = False) -> None:
+        with self._state:
+            self._left(source, why, stale)
+            self._state.notify_all()
+
+    def _left(self, source: Source, why: str, stale: bool = False) -> None:
+        """Under the lock: the first reason counts."""
+        if not source.gone and not self._stopping:
+            source.gone, source.stale = why, stale
+            self.queue.leave(source.name)
+            for connection in source.connections:
+                connection.shutdown()
+
+
+def told(sources: Sequence[Source]) -> str:
+    """Why each source that is gone is gone, for a message."""
+    return "; ".join(f"{source.name}: {source.gone}" for source in sources if source.gone)
+
+
+def failed(lacking_bytes: int, total: int, reasons: str) -> ForkError:
+    """For weights that could not all be had."""
+    return ForkError(
+        f"{lacking_bytes:,} of {total:,} bytes could not be had: {reasons or 'no seed was left'}; "
+        "the tensors here are not complete: fork again, or load from files"
+    )

@@ -1,0 +1,328 @@
+"""Forks out of running seeds: right, or an error; whatever becomes of the seeds meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from support import leaks
+from tensorlift.engine.abi_fork import Outcome
+from tensorlift.errors import ForkError, RequestError, SeedError
+from tensorlift.forking import reader
+from tensorlift.forking.fork import fork_into
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.seed import Seed
+from tensorlift.forking.tcp import TcpConnection
+
+KEY = ModelKey(model="org/model")
+SMALL: dict[str, Any] = {"chunk_bytes": 4000, "patience": 20.0}
+
+
+class Model(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(40, 50, device="meta") for _ in range(8))
+        for layer in self.layers:
+            for name, parameter in layer.named_parameters():
+                setattr(layer, name, torch.nn.Parameter(torch.rand(parameter.shape, generator=generator)))
+        self.tied = torch.nn.Linear(40, 50, bias=False)
+        self.tied.weight = self.layers[3].weight
+        self.register_buffer("steps", torch.tensor(seed), persistent=False)
+        self.scale = torch.rand(7, generator=generator)
+
+
+def same(one: Model, other: Model) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    equal = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    return equal and torch.equal(one.scale, other.scale) and torch.equal(one.steps, other.steps)
+
+
+@pytest.fixture
+def seed() -> Iterator[Seed]:
+    with leaks.nothing_left():
+        made = Seed(Model(1), KEY)
+        yield made
+        made.close()
+
+
+def test_a_fork(seed: Seed) -> None:
+    model, told = Model(2), list[tuple[int, int]]()
+    result = fork_into(
+        model, seed.url, key=KEY, progress=lambda done, total: told.append((done, total)), **SMALL
+    )
+    assert same(model, Model(1))
+    assert result.by_source == {seed.url: result.bytes}
+    assert result.moved_bytes == result.bytes
+    assert result.left == ()
+    assert told == sorted(told)
+    assert seed.stats()["readers"] == 0
+
+
+def test_a_fork_is_a_seed(seed: Seed) -> None:
+    with contextlib.ExitStack() as open_seeds:
+        url = seed.url
+        for _ in range(3):
+            model = Model(5)
+            fork_into(model, url, **SMALL)
+            url = open_seeds.enter_context(Seed(model, KEY)).url
+        assert same(model, Model(1))
+
+
+def test_several_seeds_share_the_work() -> None:
+    with Seed(Model(1), KEY, limit="200KB/s") as one, Seed(Model(1), KEY, limit="200KB/s") as other:
+        model = Model(2)
+        result = fork_into(model, [one.url, other.url], **SMALL)
+        assert same(model, Model(1))
+        assert set(result.by_source) == {one.url, other.url}
+        assert result.moved_bytes == result.bytes == sum(result.by_source.values())
+
+
+def when(happens: Callable[[], bool], act: Callable[[], object]) -> threading.Thread:
+    def wait() -> None:
+        while not happens():
+            time.sleep(0.001)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_a_seed_that_ends_in_the_middle() -> None:
+    dying, other = Seed(Model(1), KEY, limit="100KB/s"), Seed(Model(1), KEY, limit="100KB/s")
+    thread = when(lambda: dying.stats()["sent_chunks"] >= 3, dying.close)
+    model = Model(2)
+    result = fork_into(model, [dying.url, other.url], **SMALL)
+    thread.join()
+    other.close()
+    assert same(model, Model(1))
+    assert sum(result.by_source.values()) == result.bytes
+    assert result.left[0].startswith(f"{dying.url}: the connection is lost: ")
+    assert result.by_source[dying.url] >= 3 * 2000
+    # What was right is not moved again: a chunk for each connection may be.
+    assert result.moved_bytes <= result.bytes + 2 * 4000
+
+
+def test_the_only_seed_ends_in_the_middle() -> None:
+    dying = Seed(Model(1), KEY, limit="100KB/s")
+    thread = when(lambda: dying.stats()["sent_chunks"] >= 3, dying.close)
+    with (
+        leaks.nothing_left(),
+        pytest.raises(ForkError, match=r"of [0-9,]+ bytes could not be had: http://") as caught,
+    ):
+        fork_into(Model(2), dying.url, **SMALL)
+    thread.join()
+    assert "the tensors here are not complete" in str(caught.value)
+
+
+def test_weights_that_change_are_read_again() -> None:
+    model, offered = Model(2), Model(1)
+    with Seed(offered, KEY, limit="300KB/s") as seed:
+
+        def change() -> None:
+            # Its readers hold their leases for 30 s: it does not wait for them.
+            with seed.updating(timeout=0, weights="v2"), torch.no_grad():
+                for parameter in offered.parameters():
+                    parameter.add_(1)
+
+        thread = when(lambda: seed.stats()["sent_chunks"] >= 3, change)
+        result = fork_into(model, seed.url, **SMALL)
+        thread.join()
+        assert result.weights == "v2"
+        assert same(model, offered)
+        assert result.moved_bytes > result.bytes
+        assert result.left == ()
+
+
+def test_a_thousand_changes_and_no_torn_read() -> None:
+    """Readers that hold a lapsed lease among them: what is accepted is of one version."""
+    offered = {f"t{k}": torch.zeros(500, dtype=torch.int64) for k in range(6)}
+    changes, stop = 0, threading.Event()
+    torn: list[object] = []
+    versions: set[int] = set()
+    refused = 0
+    with Seed(offered, KEY) as seed:
+
+        def read() -> None:
+            nonlocal refused
+            mine = {name: torch.zeros_like(tensor) for name, tensor in offered.items()}
+            while not stop.is_set():
+                try:
+                    fork_into(mine, seed.url, connections=1, chunk_bytes=1000, patience=20.0)
+                except ForkError:
+                    refused += 1
+                    continue
+                found = {int(value) for tensor in mine.values() for value in tensor.unique()}
+                if len(found) != 1:
+                    torn.append(found)
+                versions.update(found)
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while changes < 1000:
+            with seed.updating(timeout=0.002 if changes % 2 else 0):
+                changes += 1
+                for tensor in offered.values():
+                    tensor.fill_(changes)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        stats = seed.stats()
+        mine = {name: torch.zeros_like(tensor) for name, tensor in offered.items()}
+        fork_into(mine, seed.url)
+        assert all((tensor == 1000).all() for tensor in mine.values())
+    assert not torn
+    print(f"{len(versions)} versions were read, {refused} forks gave up, {stats}")
+    assert stats["refused_leases"] + stats["refused_chunks"] + stats["stale_chunks"] > 0
+
+
+def test_another_model(seed: Seed) -> None:
+    with pytest.raises(ForkError, match=r"has ModelKey\(model='org/model'.*wanted is ModelKey\(model='b'"):
+        fork_into(Model(2), seed.url, key=ModelKey(model="b"))
+    before = Model(2)
+    model = Model(2)
+    model.scale = torch.rand(8)
+    with pytest.raises(
+        ForkError, match=r"has other weights than the model here: 'scale': shape \[8\] here, \[7\]"
+    ):
+        fork_into(model, seed.url)
+    assert torch.equal(model.layers[0].weight, before.layers[0].weight)
+
+
+def test_who_is_not_there(seed: Seed) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(SeedError, match=r"cannot be reached: "):
+        fork_into(Model(2), nobody)
+    model = Model(2)
+    result = fork_into(model, [nobody, seed.url], **SMALL)
+    assert same(model, Model(1))
+    assert result.left[0].startswith(f"{nobody}: cannot be reached: ")
+    with pytest.raises(RequestError, match=r"there is no seed to fork from"):
+        fork_into(Model(2), [])
+
+
+def test_seeds_of_other_weights_are_left_behind(seed: Seed) -> None:
+    other = Model(1)
+    other.scale = torch.rand(8)
+    with Seed(other, KEY) as unlike, Seed(Model(1), KEY, weights="v9") as newer:
+        model = Model(2)
+        result = fork_into(model, [seed.url, unlike.url, newer.url], **SMALL)
+    assert same(model, Model(1))
+    assert set(result.by_source) == {seed.url}
+    assert "has other weights than the model here" in result.left[0]
+    assert (
+        result.left[1]
+        == f"{newer.url}: it has other weights than the first seed, or has them in other regions"
+    )
+
+
+def test_tokens() -> None:
+    with Seed(Model(1), KEY, token="right") as seed:
+        with pytest.raises(SeedError, match="does not take this token"):
+            fork_into(Model(2), seed.url, token="wrong")
+        model = Model(2)
+        fork_into(model, seed.url, token="right", **SMALL)
+        assert same(model, Model(1))
+
+
+def test_more_forks_than_a_seed_takes() -> None:
+    """They wait for one another, as long as they are patient."""
+    with Seed(Model(1), KEY, readers=1) as seed:
+        held = seed.grant(0.5)[0]
+        model = Model(2)
+        fork_into(model, seed.url, patience=60.0)
+        assert same(model, Model(1))
+        held = seed.grant(50)[0]
+        with pytest.raises(ForkError, match=r"it has as many readers as it takes; ask again in"):
+            fork_into(Model(2), seed.url, patience=0.2)
+        seed.release(held.id)
+
+
+class Lying(TcpConnection):
+    """A connection whose chunks come wrong, each for the first times."""
+
+    times: ClassVar[int] = 1
+    wrong: ClassVar[dict[object, int]] = {}
+
+    def fetch(self, chunk: Any, *given: Any, **more: Any) -> Any:
+        came = super().fetch(chunk, *given, **more)
+        Lying.wrong[chunk] = Lying.wrong.get(chunk, 0) + 1
+        if Lying.wrong[chunk] <= Lying.times:
+            came.outcome = Outcome.WRONG
+        return came
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_chunks_that_come_wrong(seed: Seed, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    monkeypatch.setattr(reader, "TcpConnection", Lying)
+    monkeypatch.setattr(Lying, "times", times)
+    monkeypatch.setattr(Lying, "wrong", {})
+    model = Model(2)
+    if times == 1:
+        result = fork_into(model, seed.url, **SMALL)
+        assert same(model, Model(1))
+        assert result.moved_bytes == 2 * result.bytes
+    else:
+        with pytest.raises(ForkError, match="what it sends does not have the digest that comes with it"):
+            fork_into(model, seed.url, **SMALL)
+
+
+def test_a_failure_of_our_own_is_not_the_seeds(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(TcpConnection, "fetch", fail)
+    with pytest.raises(MemoryError, match="no memory"):
+        fork_into(Model(2), seed.url, **SMALL)
+
+
+def test_ctrl_c_ends_a_fork(seed: Seed) -> None:
+    def tick(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fork_into(Model(2), seed.url, progress=tick, **SMALL)
+    assert seed.stats()["readers"] == 0
+
+
+def test_a_seed_that_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is stopped: it is left behind after the patience, and another one brings what it held."""
+    silent, served = socket.create_server(("127.0.0.1", 0)), list[socket.socket]()
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = silent.accept()
+                served.append(peer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    address = f"127.0.0.1:{silent.getsockname()[1]}"
+    with Seed(Model(1), KEY) as stopped, Seed(Model(1), KEY) as other:
+        monkeypatch.setattr(type(stopped._tcp), "address", property(lambda server: real(server, address)))
+        stopped_tcp = stopped._tcp
+
+        def real(server: Any, false: str) -> str:
+            return false if server is stopped_tcp else server._listener.address
+
+        stopped._publish()
+        model = Model(2)
+        result = fork_into(model, [stopped.url, other.url], chunk_bytes=4000, patience=1.0)
+        assert same(model, Model(1))
+        assert set(result.by_source) == {other.url}
+        assert result.left == (f"{stopped.url}: the connection is lost: timed out",)
+    silent.shutdown(socket.SHUT_RDWR)
+    silent.close()
+    thread.join()
+    for peer in served:
+        peer.close()
