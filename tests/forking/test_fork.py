@@ -77,7 +77,7 @@ def test_a_fork_is_a_seed(seed: Seed) -> None:
 
 
 def test_several_seeds_share_the_work() -> None:
-    with Seed(Model(1), KEY, limit="200KB/s") as one, Seed(Model(1), KEY, limit="200KB/s") as other:
+    with Seed(Model(1), KEY, limit="40KB/s") as one, Seed(Model(1), KEY, limit="40KB/s") as other:
         model = Model(2)
         result = fork_into(model, [one.url, other.url], **SMALL)
         assert same(model, Model(1))
@@ -97,7 +97,7 @@ def when(happens: Callable[[], bool], act: Callable[[], object]) -> threading.Th
 
 
 def test_a_seed_that_ends_in_the_middle() -> None:
-    dying, other = Seed(Model(1), KEY, limit="100KB/s"), Seed(Model(1), KEY, limit="100KB/s")
+    dying, other = Seed(Model(1), KEY, limit="30KB/s"), Seed(Model(1), KEY, limit="30KB/s")
     thread = when(lambda: dying.stats()["sent_chunks"] >= 3, dying.close)
     model = Model(2)
     result = fork_into(model, [dying.url, other.url], **SMALL)
@@ -112,7 +112,7 @@ def test_a_seed_that_ends_in_the_middle() -> None:
 
 
 def test_the_only_seed_ends_in_the_middle() -> None:
-    dying = Seed(Model(1), KEY, limit="100KB/s")
+    dying = Seed(Model(1), KEY, limit="30KB/s")
     thread = when(lambda: dying.stats()["sent_chunks"] >= 3, dying.close)
     with (
         leaks.nothing_left(),
@@ -125,7 +125,7 @@ def test_the_only_seed_ends_in_the_middle() -> None:
 
 def test_weights_that_change_are_read_again() -> None:
     model, offered = Model(2), Model(1)
-    with Seed(offered, KEY, limit="300KB/s") as seed:
+    with Seed(offered, KEY, limit="30KB/s") as seed:
 
         def change() -> None:
             # Its readers hold their leases for 30 s: it does not wait for them.
@@ -244,7 +244,7 @@ def test_more_forks_than_a_seed_takes() -> None:
         assert same(model, Model(1))
         held = seed.grant(50)[0]
         with pytest.raises(ForkError, match=r"it has as many readers as it takes; ask again in"):
-            fork_into(Model(2), seed.url, patience=0.2)
+            fork_into(Model(2), seed.url, patience=20.0)
         seed.release(held.id)
 
 
@@ -317,7 +317,7 @@ def test_a_seed_that_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
 
         stopped._publish()
         model = Model(2)
-        result = fork_into(model, [stopped.url, other.url], chunk_bytes=4000, patience=1.0)
+        result = fork_into(model, [stopped.url, other.url], chunk_bytes=4000, patience=5.0)
         assert same(model, Model(1))
         assert set(result.by_source) == {other.url}
         assert result.left == (f"{stopped.url}: the connection is lost: timed out",)

@@ -72,7 +72,7 @@ def test_weights_come_over(seed: Seed) -> None:
 def test_an_update(seed: Seed) -> None:
     client, into = SeedClient(seed.url, TOKEN), model(1)
     old = client.manifest()
-    lease = client.lease(0.2)  # of a reader that is stopped
+    lease = client.lease(3)  # of a reader that is stopped
     connection = TcpConnection(old.transports[0].address, TOKEN, lease.id, 60)
     tensors = {one.name: one.tensor for one in seed._named}
     with seed.updating(timeout=60, weights="v2"):
