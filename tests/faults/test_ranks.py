@@ -17,13 +17,12 @@ import torch.distributed as dist
 import tensorlift
 from support import ranks
 from support.checkpoints import random_row, write_safetensors
-from support.ranks import Outcome
+from support.ranks import ARENA, Outcome
 from tensorlift.errors import ReadError
 from tensorlift.tensors import memory as memories
 
 KIB = 1 << 10
 LIMIT = 10  # seconds, peer_timeout's default: within it everybody knows
-ARENA: dict[str, Any] = {"arena_size": 64 * KIB, "buffer_size": 128 * KIB, "exchange": "gather"}
 
 
 @pytest.fixture(scope="module")

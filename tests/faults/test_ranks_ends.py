@@ -17,21 +17,15 @@ import torch.distributed as dist
 
 import tensorlift
 from support import ranks
+from support.ranks import ARENA, load
 from tensorlift.distributed.board import Board
 from tensorlift.errors import DisagreementError, OptionError, PeerError, RequestError, TensorliftError
-
-KIB = 1 << 10
-ARENA: dict[str, Any] = {"arena_size": 64 * KIB, "buffer_size": 128 * KIB, "exchange": "gather"}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """32 tensors, an arena each."""
     return ranks.even(tmp_path_factory.mktemp("ranks"))
-
-
-def load(path: str, group: Any = "world") -> int:
-    return len(tensorlift.load(path, process_group=group, **ARENA))
 
 
 def closed(rank: int, path: str) -> int:

@@ -17,22 +17,18 @@ import torch.distributed as dist
 import tensorlift
 from support import ranks
 from support.leaks import nothing_left
+from support.ranks import ARENA, load
 from tensorlift.distributed.communicator import Communicator
 from tensorlift.distributed.meeting import Meeting
 from tensorlift.errors import PeerError
 
 KIB = 1 << 10
-ARENA: dict[str, Any] = {"arena_size": 64 * KIB, "buffer_size": 128 * KIB, "exchange": "gather"}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """32 tensors, an arena each."""
     return ranks.even(tmp_path_factory.mktemp("ranks"))
-
-
-def load(path: str, group: Any = "world") -> int:
-    return len(tensorlift.load(path, process_group=group, **ARENA))
 
 
 def while_meeting(rank: int, path: str) -> Any:

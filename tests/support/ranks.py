@@ -27,6 +27,8 @@ from support.checkpoints import random_row, write_safetensors
 STUCK = 40
 # Seconds that a rank gets to leave its group when all ranks have answered: over a cut link it never does.
 ENDING = 5
+# With the file of even(): an arena for each tensor, and two of them ahead.
+ARENA: dict[str, Any] = {"arena_size": 64 << 10, "buffer_size": 128 << 10, "exchange": "gather"}
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,13 @@ def even(folder: Path) -> str:
     """A file of 32 tensors of 64 KiB: with that capacity, an arena each."""
     rows = {f"t{k:02}": random_row("U8", [64 << 10], k) for k in range(32)}
     return str(write_safetensors(folder / "model.safetensors", rows))
+
+
+def load(path: str, group: Any = "world") -> int:
+    """In a rank: the number of tensors that all ranks load together."""
+    import tensorlift
+
+    return len(tensorlift.load(path, process_group=group, **ARENA))
 
 
 def usable(group: Any = None) -> bool:
