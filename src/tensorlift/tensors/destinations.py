@@ -39,7 +39,8 @@ __all__ = ["Destinations", "Match", "Target", "is_versioned", "match", "reach", 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
-_FITS, _ADDRESS = attrgetter("fits"), torch.Tensor.data_ptr
+_FITS, _PLACE, _ROW = map(attrgetter, ("fits", "address", "row"))
+_ADDRESS = torch.Tensor.data_ptr
 # Tensor.is_neg(), is_conj() and is_inference() give the GIL away, each time; what they look at does not.
 _keys_of, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
 # Nothing for a tensor that no flag conjugates or negates, in half the time that its keys take.
@@ -293,11 +294,12 @@ def _missing(lacking: list[tuple[str, torch.Tensor]], winners: list[Target]) -> 
 
 def _crossing(targets: list[Target], checkpoint: Checkpoint) -> npt.NDArray[np.bool_]:
     """For each destination, whether it shares bytes with another one of the same device."""
-    starts = np.array([target.address for target in targets], np.int64)
-    lengths = checkpoint.sizes[np.array([target.row for target in targets], np.int64)]
-    for at, target in enumerate(targets):
-        if not target.fits:
-            lengths[at] = reach(target)
+    starts = np.array(list(map(_PLACE, targets)), np.int64)
+    lengths = checkpoint.sizes[np.array(list(map(_ROW, targets)), np.int64)]
+    if not all(map(_FITS, targets)):
+        for at, target in enumerate(targets):
+            if not target.fits:
+                lengths[at] = reach(target)
     stops = starts + lengths
     crosses = overlapping(Extents(starts, stops))
     # Those of two devices may have the same addresses.

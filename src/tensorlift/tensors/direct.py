@@ -27,9 +27,10 @@ from tensorlift.tensors.running import Running, Tick
 
 __all__ = ["Direct", "check_writable"]
 
-# Tensors that are submitted together at first: 2 ms of Python. Then four times as many as before, for which
-# the engine has work meanwhile: each time numpy gives the GIL away a few times.
-_TOGETHER = 1024
+# Tensors that are submitted together at first: half a millisecond of Python. Then four times as many as
+# before, for which the engine has work meanwhile: each time numpy gives the GIL away a few times.
+_TOGETHER = 256
+_ROW, _PLACE = attrgetter("row"), attrgetter("address")
 
 
 class _Planned(NamedTuple):
@@ -67,9 +68,9 @@ class Direct(Running):
         self, checkpoint: Checkpoint, targets: Sequence[Target], expected: Expected | None = None
     ) -> None:
         """Nothing is written before start(). ``expected``: digests that wait() compares with."""
-        ordered = sorted(targets, key=attrgetter("row"))
-        rows = np.array([target.row for target in ordered], np.int64)
-        addresses = np.array([target.address for target in ordered], np.uint64)
+        ordered = sorted(targets, key=_ROW)
+        rows = np.array(list(map(_ROW, ordered)), np.int64)
+        addresses = np.array(list(map(_PLACE, ordered)), np.uint64)
         files, sizes = checkpoint.shard_of[rows], checkpoint.sizes[rows]
         self._nbytes, self._tensors, self._shards = int(sizes.sum()), len(rows), len(np.unique(files))
         if self.memory.native_kind == 0:

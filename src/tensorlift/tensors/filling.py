@@ -30,9 +30,10 @@ from tensorlift.tensors.destinations import (
 )
 from tensorlift.tensors.direct import Direct, check_writable
 from tensorlift.tensors.exchanging import Exchanging
+from tensorlift.tensors.interpreter import collector_paused
 from tensorlift.tensors.running import Tick, both
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
-from tensorlift.tensors.views import check_expressible, collector_paused
+from tensorlift.tensors.views import check_expressible
 
 __all__ = ["ExchangeOf", "Filled", "fill"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -26,10 +26,10 @@ from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
 from tensorlift.stats import LoadStats
 from tensorlift.tensors.exchanging import Exchanging
+from tensorlift.tensors.interpreter import collector_paused, short_turns
 from tensorlift.tensors.memory import Memory
 from tensorlift.tensors.part import Part
 from tensorlift.tensors.running import Running, Tick, both
-from tensorlift.tensors.views import collector_paused
 
 __all__ = ["Clock", "Transfer", "budget_of", "rules_of"]
 
@@ -56,7 +56,9 @@ class Clock:
         """Adds the time inside to a phase; ``args`` are for the trace."""
         begin = time.perf_counter_ns()
         try:
-            yield
+            # In "read" Python waits for bytes, in all others bytes for Python.
+            with nullcontext() if name == "read" else short_turns():
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + (time.perf_counter_ns() - begin) / 1e9
             if self.trace is not None:
