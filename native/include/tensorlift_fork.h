@@ -14,8 +14,11 @@ extern "C" {
 #endif
 
 typedef struct tl_region {
-    uint64_t address; /* of host memory, which stays until the sender is destroyed */
+    uint64_t address; /* which stays until the sender is destroyed */
     uint64_t nbytes;
+    int32_t
+        device_kind; /* tl_device_kind: whose memory it is; a device's goes through pinned blocks of the host */
+    int32_t device_index;
 } tl_region;
 
 /* Serves regions to any number of connections, each by a thread that sleeps while nothing is asked for. */
@@ -75,14 +78,22 @@ typedef struct tl_chunk {
 typedef struct tl_place {
     uint64_t offset;
     uint64_t nbytes;
-    uint64_t address; /* of host memory */
+    uint64_t address; /* of host memory, or of the staging device */
 } tl_place;
+
+/* Pinned blocks through which what is fetched goes to a device, by its copy engine; of one thread at a time. */
+typedef struct tl_staging tl_staging;
+
+TL_API tl_status tl_staging_create(int32_t device_kind, int32_t device_index, tl_staging **staging,
+                                   tl_error *error);
+TL_API tl_status tl_staging_destroy(tl_staging *staging, tl_error *error);
 
 /* Asks for a chunk and writes it to its places, which ascend and do not overlap; what no place wants is dropped. TL_OK: see
  * outcome; the connection can be used on. TL_ERR_READ: it cannot, got says how many bytes came. Only with TL_CHUNK_OK is
- * what was written right. Blocks. */
+ * what was written right. staging: null where places are of host memory; else all bytes are on the device when this returns,
+ * for work on any stream that is begun from then on, and none is on its way whatever comes of it. Blocks. */
 TL_API tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, const tl_place *places, uint64_t count,
-                                tl_error *error);
+                                tl_staging *staging, tl_error *error);
 
 /* The digest that a chunk is sent with: XXH3-128 of the digests of its blocks of 1 MiB. Blocks. */
 TL_API void tl_chunk_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]);

@@ -56,17 +56,11 @@ Failure Copier::make_consumer_wait(Stream consumer) {
     return driver_->stream_wait(consumer, fence_);
 }
 
-// One copy for each allocation: destinations of load_into that follow each other may lie in several, and a driver refuses
-// a copy from one into the next (CUDA_ERROR_INVALID_VALUE). Asked each time: another thread may free and allocate.
+// One copy for each allocation: destinations of load_into that follow each other may lie in several.
 Failure Copier::copy_by_allocation(uint64_t destination, const char *source, uint64_t nbytes,
                                    uint64_t *copies) {
     while (nbytes > 0) {
-        uint64_t begin = 0, there = 0, part = nbytes;
-        // Where the driver does not know, the copy decides.
-        if (!driver_->address_range(destination, &begin, &there) && begin <= destination &&
-            destination - begin < there) {
-            part = std::min(nbytes, there - (destination - begin));
-        }
+        const uint64_t part = within_allocation(driver_, destination, nbytes);
         if (Failure f = driver_->copy_to_device(destination, source, part, stream_)) return f;
         ++*copies;
         destination += part;

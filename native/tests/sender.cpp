@@ -17,12 +17,12 @@ struct Seed {
     tl_sender *sender = nullptr;
     std::vector<int> ends;
 
-    explicit Seed(std::uint64_t rate = 0) {
+    explicit Seed(std::uint64_t rate = 0, int kind = TL_DEVICE_CPU) {
         for (std::size_t size : {3 * kMiB + 5, std::uint64_t{0}, kMiB})
             regions.push_back(random_bytes(size, size));
         std::vector<tl_region> places;
         for (const Bytes &bytes : regions)
-            places.push_back({reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size()});
+            places.push_back({reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size(), kind, 0});
         tl_error error = no_error();
         REQUIRE_SAYING(
             tl_sender_create(places.data(), places.size(), rate, kMiB, 60000, &sender, &error) == TL_OK,
@@ -57,10 +57,10 @@ tl_chunk chunk_of(std::uint32_t region, std::uint64_t offset, std::uint64_t nbyt
     return chunk;
 }
 
-tl_status fetch(int fd, tl_chunk &chunk, Bytes &to) {
+tl_status fetch(int fd, tl_chunk &chunk, Bytes &to, tl_staging *staging = nullptr) {
     to.assign(chunk.nbytes, 0);
     const tl_place place{0, chunk.nbytes, reinterpret_cast<std::uintptr_t>(to.data())};
-    return tl_chunk_fetch(fd, &chunk, &place, 1, nullptr);
+    return tl_chunk_fetch(fd, &chunk, &place, 1, staging, nullptr);
 }
 
 }  // namespace
@@ -124,6 +124,72 @@ TEST(epochs_that_move_while_readers_read) {
     stats.struct_size = sizeof stats;
     REQUIRE_EQ(tl_sender_stats_of(seed.sender, &stats, nullptr), TL_OK);
     REQUIRE(stats.refused_chunks > 0);
+}
+
+// The device's memory is the host's with the stand-in, whose copies come late.
+TEST(from_one_device_to_another) {
+    for (const int kind : {TL_DEVICE_CUDA, TL_DEVICE_HIP}) {
+        const StandIn &device = standin(kind);
+        device.set_copy_delay_us(300);
+        {
+            Seed seed(0, kind);
+            const int fd = seed.connect();
+            tl_staging *staging = nullptr;
+            REQUIRE_EQ(tl_staging_create(kind, 1, &staging, nullptr), TL_OK);
+            for (std::uint64_t at = 0; at < 6; at++) {
+                tl_chunk chunk = chunk_of(0, at, 3 * kMiB - 7, 0);
+                Bytes got;
+                REQUIRE_EQ(fetch(fd, chunk, got, staging), TL_OK);
+                REQUIRE_EQ(chunk.outcome, TL_CHUNK_OK);
+                REQUIRE(std::equal(got.begin(), got.end(), seed.regions[0].begin() + static_cast<long>(at)));
+            }
+            tl_staging_destroy(staging, nullptr);
+        }
+        device.require_clean();
+    }
+}
+
+// Each call of the driver fails once, on either side: an error, nothing left, and no byte that comes later.
+TEST(a_driver_that_fails) {
+    for (const int kind : {TL_DEVICE_CUDA, TL_DEVICE_HIP}) {
+        const StandIn &device = standin(kind);
+        for (std::uint32_t entry = 0; device.entry(entry); entry++) {
+            for (std::int64_t nth : {1, 2, 5}) {
+                device.reset();
+                device.ready();
+                device.fail(device.entry(entry), nth, 999);
+                {
+                    std::vector<Bytes> regions;
+                    tl_sender *sender = nullptr;
+                    regions.push_back(random_bytes(5 * kMiB, 1));
+                    const tl_region region{reinterpret_cast<std::uintptr_t>(regions[0].data()),
+                                           regions[0].size(), kind, 0};
+                    tl_error error = no_error();
+                    const tl_status made = tl_sender_create(&region, 1, 0, kMiB, 60000, &sender, &error);
+                    tl_staging *staging = nullptr;
+                    int pair[2];
+                    REQUIRE_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
+                    if (made == TL_OK && tl_staging_create(kind, 1, &staging, &error) == TL_OK) {
+                        REQUIRE_EQ(tl_sender_serve(sender, pair[1], nullptr), TL_OK);
+                        pair[1] = -1;
+                        tl_chunk chunk = chunk_of(0, 0, 5 * kMiB, 0);
+                        Bytes got;
+                        if (fetch(pair[0], chunk, got, staging) == TL_OK && chunk.outcome == TL_CHUNK_OK) {
+                            REQUIRE(got == regions[0]);
+                        }
+                    } else {
+                        REQUIRE(error.message[0] != '\0');
+                    }
+                    tl_staging_destroy(staging, nullptr);
+                    tl_sender_destroy(sender, nullptr);
+                    close(pair[0]);
+                    if (pair[1] >= 0) close(pair[1]);
+                }
+                // Slots that could not be registered are pageable, which is right.
+                device.require_clean(true);
+            }
+        }
+    }
 }
 
 TEST(an_end_while_bytes_wait_for_their_turn) {

@@ -31,7 +31,7 @@ class Seed:
         random = np.random.default_rng(3)
         self.regions = [random.integers(0, 256, size, np.uint8) for size in SIZES]
         self.handle = Handle()
-        places = [(array.ctypes.data, array.nbytes) for array in self.regions]
+        places = [abi_fork.Memory(array.ctypes.data, array.nbytes) for array in self.regions]
         abi_fork.sender_create(places, rate, burst, idle, self.handle)
         self.sockets: list[socket.socket] = []
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorlift.engine.abi_fork import Memory
 from tensorlift.forking.manifest import Tensor
 from tensorlift.forking.matching import copies_of, errands
 from tensorlift.forking.offering import Offering, named_tensors, offer
@@ -19,10 +20,10 @@ from tensorlift.forking.offering import Offering, named_tensors, offer
 def run(theirs: Offering, ours: Offering, chunk_bytes: int) -> list[int]:
     """Bytes of each errand."""
     moved = []
-    for chunk, places in errands(copies_of(theirs.tensors, ours.tensors, ours.addresses), chunk_bytes):
+    for chunk, places, _ in errands(copies_of(theirs.tensors, ours.tensors, ours.memories), chunk_bytes):
         assert 0 < chunk.nbytes <= chunk_bytes
         assert chunk.offset + chunk.nbytes <= theirs.regions[chunk.region].nbytes
-        source = theirs.addresses[chunk.region] + chunk.offset
+        source = theirs.memories[chunk.region].address + chunk.offset
         end = 0
         for offset, nbytes, address in places.tolist():
             assert end <= offset
@@ -126,10 +127,10 @@ def test_many(count: int) -> None:
     tensors = [Tensor(f"t{k}", "bfloat16", (64, 32), (32, 1), k % 100, k // 100 * 4096) for k in range(count)]
     here = [Tensor(f"t{k}", "bfloat16", (64, 32), (32, 1), 0, k * 8192) for k in range(count)]
     begin = time.perf_counter()
-    copies = copies_of(tensors, here, [1 << 40])
+    copies = copies_of(tensors, here, [Memory(1 << 40, 1 << 30)])
     middle = time.perf_counter()
     found = errands(copies, 8 << 20)
     print(f"{middle - begin:.2f} s, {time.perf_counter() - middle:.2f} s")
     assert len(found) == 100
-    assert sum(int(places[:, 1].sum()) for _, places in found) == count * 4096
+    assert sum(int(places[:, 1].sum()) for _, places, _ in found) == count * 4096
     assert np.all(copies.nbytes == 4096)

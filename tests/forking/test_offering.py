@@ -36,7 +36,7 @@ def read(offering: Offering, at: int) -> bytes:
     if tensor.region < 0:
         return b""
     region = (ctypes.c_char * offering.regions[tensor.region].nbytes).from_address(
-        offering.addresses[tensor.region]
+        offering.memories[tensor.region].address
     )
     whole = torch.frombuffer(bytearray(region.raw), dtype=torch.uint8)[tensor.offset :]
     dtype = getattr(torch, tensor.dtype)

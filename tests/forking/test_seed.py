@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from support import leaks
-from tensorlift.engine.abi_fork import Outcome
+from tensorlift.engine.abi_fork import Memory, Outcome
 from tensorlift.errors import ManifestError, OptionError, RequestError, SeedError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.manifest import ModelKey
@@ -51,7 +51,7 @@ def read(seed: SeedClient, into: dict[str, torch.Tensor], token: str = TOKEN) ->
     connection = TcpConnection(manifest.transports[0].address, token, lease.id, 60)
     outcomes = [
         connection.fetch(chunk, manifest.epoch, places, digest=True).outcome
-        for chunk, places in errands(copies_of(manifest.tensors, ours.tensors, ours.addresses), 1000)
+        for chunk, places, _ in errands(copies_of(manifest.tensors, ours.tensors, ours.memories), 1000)
     ]
     connection.close()
     seed.release(lease.id)
@@ -86,7 +86,7 @@ def test_an_update(seed: Seed) -> None:
     # The one that was stopped goes on where it was, and gets nothing.
     memory = np.zeros(100, np.uint8)
     places = np.array([[0, 100, memory.ctypes.data]], np.uint64)
-    chunk = errands(copies_of(old.tensors, old.tensors, [0] * len(old.regions)), 100)[0].chunk
+    chunk = errands(copies_of(old.tensors, old.tensors, [Memory(0, 0)] * len(old.regions)), 100)[0].chunk
     assert connection.fetch(chunk, old.epoch, places, digest=True).outcome == Outcome.STALE
     connection.close()
     with pytest.raises(SeedError, match="has lapsed"):
@@ -120,7 +120,9 @@ def read_one(client: SeedClient, lease: str) -> int:
     manifest = client.manifest()
     connection = TcpConnection(manifest.transports[0].address, TOKEN, lease, 60)
     places = np.zeros((0, 3), np.uint64)
-    chunk = errands(copies_of(manifest.tensors, manifest.tensors, [0] * len(manifest.regions)), 100)[0].chunk
+    chunk = errands(
+        copies_of(manifest.tensors, manifest.tensors, [Memory(0, 0)] * len(manifest.regions)), 100
+    )[0].chunk
     outcome = connection.fetch(chunk, manifest.epoch, places, digest=True).outcome
     connection.close()
     return int(outcome)

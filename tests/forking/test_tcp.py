@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support import leaks
-from tensorlift.engine.abi_fork import Outcome
+from tensorlift.engine.abi_fork import Memory, Outcome
 from tensorlift.forking.chunks import Chunk, ChunkQueue, cut
 from tensorlift.forking.tcp import TcpConnection, TcpServer
 from tensorlift.plan.extents import Extents
@@ -27,8 +27,10 @@ class Seed:
         random = np.random.default_rng(1)
         self.regions = [random.integers(0, 256, size, np.uint8) for size in (5 * MIB + 3, 100)]
         self.leases = {LEASE}
-        places = [(array.ctypes.data, array.nbytes) for array in self.regions]
-        self.server = TcpServer(places, self.leases.__contains__, host=host, token=token)
+        places = [Memory(array.ctypes.data, array.nbytes) for array in self.regions]
+        self.server = TcpServer(
+            [Memory(*place) for place in places], self.leases.__contains__, host=host, token=token
+        )
 
     def connect(self, token: str = "secret", lease: str = LEASE, seconds: float = PATIENCE) -> TcpConnection:
         return TcpConnection(self.server.address, token, lease, seconds)

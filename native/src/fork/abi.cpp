@@ -1,4 +1,5 @@
 // The C interface of sender and receiver.
+#include <algorithm>
 #include <memory>
 
 #include "fork/blocks.hpp"
@@ -9,6 +10,10 @@ struct tl_sender {
     tl_sender(std::vector<tl_region> regions, uint64_t rate, uint64_t burst, uint32_t idle_milliseconds)
         : sender(std::move(regions), rate, burst, idle_milliseconds) {}
     tl::Sender sender;
+};
+
+struct tl_staging {
+    std::unique_ptr<tl::Stage> stage;
 };
 
 namespace {
@@ -29,7 +34,8 @@ tl_status on_sender(tl_sender *sender, tl_error *error, Function function) {
 // Where the bytes of a chunk go, block by block from its first to its last.
 class Places {
 public:
-    Places(const tl_place *places, uint64_t count) : next_(places), end_(places + count) {}
+    Places(const tl_place *places, uint64_t count, tl::Stage *stage)
+        : next_(places), end_(places + count), stage_(stage) {}
 
     static Failure check(const tl_place *places, uint64_t count, uint64_t nbytes) {
         uint64_t from = 0;
@@ -43,42 +49,57 @@ public:
         return {};
     }
 
-    // The memory of the bytes [at, at + nbytes), where it is in one piece; else scratch, which scatter() empties.
-    char *memory(uint64_t at, uint64_t nbytes) {
+    // The memory of the bytes [at, at + nbytes), where it is the host's and in one piece; else scratch or a slot of the
+    // stage, which scatter() empties.
+    Failure memory(uint64_t at, uint64_t nbytes, char **to) {
         while (next_ != end_ && next_->offset + next_->nbytes <= at) next_++;
-        if (next_ != end_ && next_->offset <= at && at + nbytes <= next_->offset + next_->nbytes)
-            return reinterpret_cast<char *>(next_->address) + (at - next_->offset);
+        if (stage_) return stage_->take(slot(at), to);
+        if (next_ != end_ && next_->offset <= at && at + nbytes <= next_->offset + next_->nbytes) {
+            *to = reinterpret_cast<char *>(next_->address) + (at - next_->offset);
+            return {};
+        }
         if (scratch_.empty()) scratch_.resize(tl::kBlock);
-        return scratch_.data();
+        *to = scratch_.data();
+        return {};
     }
-    void scatter(uint64_t at, uint64_t nbytes, const char *from) const {
-        if (from != scratch_.data()) return;
+    Failure scatter(uint64_t at, uint64_t nbytes, const char *from) const {
+        if (!stage_ && from != scratch_.data()) return {};
         for (const tl_place *place = next_; place != end_ && place->offset < at + nbytes; place++) {
             const uint64_t begin = std::max(at, place->offset);
             const uint64_t end = std::min(at + nbytes, place->offset + place->nbytes);
-            if (begin < end) {
-                std::memcpy(reinterpret_cast<char *>(place->address) + (begin - place->offset),
-                            from + (begin - at), end - begin);
+            if (begin >= end) continue;
+            const uint64_t to = place->address + (begin - place->offset);
+            if (!stage_) {
+                std::memcpy(reinterpret_cast<char *>(to), from + (begin - at), end - begin);
+            } else if (Failure f = stage_->to_device(to, from + (begin - at), end - begin)) {
+                return f;
             }
         }
+        return stage_ ? stage_->settle(slot(at)) : Failure{};
     }
 
 private:
+    static uint64_t slot(uint64_t at) {
+        return at / tl::kBlock % tl::Stage::kSlots;
+    }
+
     const tl_place *next_, *end_;
+    tl::Stage *stage_;
     std::vector<char> scratch_;
 };
 
 Failure receive(tl::Socket &socket, const tl_chunk &chunk, Places places, tl::Blocks &blocks) {
     for (uint64_t at = 0; at < chunk.nbytes; at += tl::kBlock) {
         const uint64_t nbytes = std::min(tl::kBlock, chunk.nbytes - at);
-        char *to = places.memory(at, nbytes);
+        char *to = nullptr;
+        if (Failure f = places.memory(at, nbytes, &to)) return f;
         if (Failure f = socket.receive(to, nbytes)) {
             f.got += at;
             f.wanted = chunk.nbytes;
             return f;
         }
         blocks.add(to, nbytes);
-        places.scatter(at, nbytes, to);
+        if (Failure f = places.scatter(at, nbytes, to)) return f;
     }
     return {};
 }
@@ -111,6 +132,29 @@ Failure fetch(tl::Socket &socket, tl_chunk &chunk, Places places) {
     return {};
 }
 
+Failure fetch_to_device(tl::Socket &socket, tl_chunk &chunk, const tl_place *places, uint64_t count,
+                        tl::Stage &stage) {
+    const tl::Bound bound(stage.driver(), stage.device());
+    if (bound.failure()) return bound.failure();
+    Failure fetched = fetch(socket, chunk, Places(places, count, &stage));
+    Failure finished = stage.finish();
+    return fetched ? fetched : finished;
+}
+
+// Why one of these devices cannot be read: better said now than to every fork.
+Failure try_devices(const std::vector<tl_region> &regions) {
+    std::vector<std::pair<int32_t, int32_t>> tried;
+    for (const tl_region &region : regions) {
+        const std::pair<int32_t, int32_t> device{region.device_kind, region.device_index};
+        if (device.first == TL_DEVICE_CPU || std::find(tried.begin(), tried.end(), device) != tried.end())
+            continue;
+        Failure why;
+        if (!tl::Stage::make(device.first, device.second, &why)) return why;
+        tried.push_back(device);
+    }
+    return {};
+}
+
 }  // namespace
 
 tl_status tl_sender_create(const tl_region *regions, uint64_t count, uint64_t bytes_per_second,
@@ -120,8 +164,9 @@ tl_status tl_sender_create(const tl_region *regions, uint64_t count, uint64_t by
         if (!sender || (count && !regions))
             return failure(TL_ERR_ARGUMENT, "no regions or no place for the sender");
         if (idle_milliseconds == 0) return failure(TL_ERR_ARGUMENT, "idle_milliseconds is 0");
-        *sender = new tl_sender(std::vector<tl_region>(regions, regions + count), bytes_per_second,
-                                burst_bytes, idle_milliseconds);
+        std::vector<tl_region> given(regions, regions + count);
+        if (Failure f = try_devices(given)) return f;
+        *sender = new tl_sender(std::move(given), bytes_per_second, burst_bytes, idle_milliseconds);
         return {};
     });
 }
@@ -152,15 +197,34 @@ tl_status tl_sender_destroy(tl_sender *sender, tl_error *error) {
     });
 }
 
+tl_status tl_staging_create(int32_t device_kind, int32_t device_index, tl_staging **staging,
+                            tl_error *error) {
+    return tl::guarded(error, [&]() -> Failure {
+        if (!staging) return failure(TL_ERR_ARGUMENT, "no place for the staging");
+        Failure why;
+        std::unique_ptr<tl::Stage> made = tl::Stage::make(device_kind, device_index, &why);
+        if (made) *staging = new tl_staging{std::move(made)};
+        return why;
+    });
+}
+
+tl_status tl_staging_destroy(tl_staging *staging, tl_error *error) {
+    return tl::guarded(error, [&]() -> Failure {
+        delete staging;
+        return {};
+    });
+}
+
 tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, const tl_place *places, uint64_t count,
-                         tl_error *error) {
+                         tl_staging *staging, tl_error *error) {
     return tl::guarded(error, [&]() -> Failure {
         if (!chunk || chunk->struct_size != sizeof *chunk) return tl::wrong_size("tl_chunk");
         if (chunk->milliseconds == 0) return failure(TL_ERR_ARGUMENT, "milliseconds is 0");
         if (count && !places) return failure(TL_ERR_ARGUMENT, "no places");
         if (Failure f = Places::check(places, count, chunk->nbytes)) return f;
         tl::Socket socket(fd, chunk->milliseconds, nullptr);
-        return fetch(socket, *chunk, Places(places, count));
+        if (staging) return fetch_to_device(socket, *chunk, places, count, *staging->stage);
+        return fetch(socket, *chunk, Places(places, count, nullptr));
     });
 }
 

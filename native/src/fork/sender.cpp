@@ -90,6 +90,7 @@ void Sender::work(Connection &connection) {
 }
 
 Failure Sender::converse(Socket &socket) {
+    Stages stages;
     while (true) {
         bool closed = false;
         if (Failure f = socket.wait_for_request(&closed)) return f;
@@ -97,9 +98,18 @@ Failure Sender::converse(Socket &socket) {
         if (Failure f = socket.receive(&request, sizeof request, &closed)) return f;
         if (closed) return {};
         bool done = false;
-        if (Failure f = answer(socket, request, &done)) return f;
+        if (Failure f = answer(socket, request, stages, &done)) return f;
         if (done) return {};
     }
+}
+
+Stage *Sender::stage_of(const tl_region &region, Stages &stages, Failure *why) {
+    if (region.device_kind == TL_DEVICE_CPU) return nullptr;
+    for (const std::unique_ptr<Stage> &stage : stages) {
+        if (stage->device() == region.device_index) return stage.get();
+    }
+    std::unique_ptr<Stage> made = Stage::make(region.device_kind, region.device_index, why);
+    return made ? stages.emplace_back(std::move(made)).get() : nullptr;
 }
 
 bool Sender::inside(const Request &request) const {
@@ -108,7 +118,7 @@ bool Sender::inside(const Request &request) const {
     return request.offset <= size && request.nbytes <= size - request.offset;
 }
 
-Failure Sender::answer(Socket &socket, const Request &request, bool *done) {
+Failure Sender::answer(Socket &socket, const Request &request, Stages &stages, bool *done) {
     Answer answer{kAnswer, TL_CHUNK_OK, 0};
     {
         std::lock_guard<std::mutex> lock(state_mutex_);
@@ -126,17 +136,23 @@ Failure Sender::answer(Socket &socket, const Request &request, bool *done) {
     }
     if (Failure f = socket.send(&answer, sizeof answer)) return f;
     if (answer.outcome != TL_CHUNK_OK) return {};
-    return send_bytes(socket, request);
+    Failure why;
+    Stage *stage = stage_of(regions_[request.region], stages, &why);
+    if (why) return why;
+    const Bound bound(stage ? stage->driver() : nullptr, stage ? stage->device() : 0);
+    return bound.failure() ? bound.failure() : send_bytes(socket, request, stage);
 }
 
-Failure Sender::send_bytes(Socket &socket, const Request &request) {
-    const char *bytes = reinterpret_cast<const char *>(regions_[request.region].address) + request.offset;
+Failure Sender::send_bytes(Socket &socket, const Request &request, Stage *stage) {
+    Outgoing outgoing(stage, regions_[request.region].address + request.offset, request.nbytes);
     Blocks blocks(request.digest != 0);
     for (uint64_t at = 0; at < request.nbytes; at += kBlock) {
-        const uint64_t nbytes = std::min(kBlock, request.nbytes - at);
+        const char *bytes = nullptr;
+        uint64_t nbytes = std::min(kBlock, request.nbytes - at);
         if (Failure f = pause(bucket_.take(nbytes, now_ns()))) return f;
-        blocks.add(bytes + at, nbytes);
-        if (Failure f = socket.send(bytes + at, nbytes)) return f;
+        if (Failure f = outgoing.next(&bytes, &nbytes)) return f;
+        blocks.add(bytes, nbytes);
+        if (Failure f = socket.send(bytes, nbytes)) return f;
         sent_bytes_ += nbytes;
     }
     Trailer trailer{kTrailer, blocks.wanted(), 0, {}};

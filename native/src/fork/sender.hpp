@@ -12,6 +12,7 @@
 
 #include "fork/bucket.hpp"
 #include "fork/socket.hpp"
+#include "fork/stage.hpp"
 #include "fork/wire.hpp"
 #include "tensorlift_fork.h"
 
@@ -34,6 +35,8 @@ public:
     }
 
 private:
+    // Of a connection: one for each device that it has asked bytes of.
+    using Stages = std::vector<std::unique_ptr<Stage>>;
     struct Connection {
         explicit Connection(int fd) : fd(fd) {}
         int fd;
@@ -43,8 +46,9 @@ private:
 
     void work(Connection &connection);
     Failure converse(Socket &socket);
-    Failure answer(Socket &socket, const Request &request, bool *done);
-    Failure send_bytes(Socket &socket, const Request &request);
+    Failure answer(Socket &socket, const Request &request, Stages &stages, bool *done);
+    Failure send_bytes(Socket &socket, const Request &request, Stage *stage);
+    static Stage *stage_of(const tl_region &region, Stages &stages, Failure *why);
     Failure pause(uint64_t nanoseconds);
     bool inside(const Request &request) const;
     void collect();

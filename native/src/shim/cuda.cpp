@@ -34,6 +34,7 @@ public:
         library_.find(event_synchronize_, "cuEventSynchronize");
         library_.find(range_, "cuMemGetAddressRange_v2");
         library_.find(copy_, "cuMemcpyHtoDAsync_v2");
+        library_.find(copy_back_, "cuMemcpyDtoHAsync_v2");
         library_.find(error_name_, "cuGetErrorName");
     }
 
@@ -119,6 +120,9 @@ public:
                            Stream stream) override {
         return check(copy_(destination, source, nbytes, stream), "cuMemcpyHtoDAsync");
     }
+    Failure copy_to_host(void *destination, uint64_t source, uint64_t nbytes, Stream stream) override {
+        return check(copy_back_(destination, source, nbytes, stream), "cuMemcpyDtoHAsync");
+    }
 
 private:
     // Kept from retaining to releasing: giving back must not depend on a call that may fail.
@@ -159,6 +163,7 @@ private:
     int (*event_record_)(Event, Stream) = nullptr;
     int (*event_synchronize_)(Event) = nullptr;
     int (*copy_)(unsigned long long, const void *, size_t, Stream) = nullptr;
+    int (*copy_back_)(void *, unsigned long long, size_t, Stream) = nullptr;
     int (*error_name_)(int, const char **) = nullptr;
 };
 

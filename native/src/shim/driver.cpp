@@ -1,5 +1,7 @@
 #include "shim/driver.hpp"
 
+#include <algorithm>
+
 namespace tl {
 
 Driver *driver_for(int32_t device_kind, Failure *why) {
@@ -12,6 +14,14 @@ Driver *driver_for(int32_t device_kind, Failure *why) {
             *why = failure(TL_ERR_ARGUMENT, "device_kind " + std::to_string(device_kind) + " has no driver");
             return nullptr;
     }
+}
+
+uint64_t within_allocation(Driver *driver, uint64_t address, uint64_t nbytes) {
+    uint64_t begin = 0, there = 0;
+    if (driver->address_range(address, &begin, &there) || begin > address || address - begin >= there) {
+        return nbytes;
+    }
+    return std::min(nbytes, there - (address - begin));
 }
 
 }  // namespace tl

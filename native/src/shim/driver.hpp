@@ -40,7 +40,13 @@ public:
     virtual Failure address_range(uint64_t address, uint64_t *begin, uint64_t *nbytes) = 0;
     virtual Failure copy_to_device(uint64_t destination, const void *source, uint64_t nbytes,
                                    Stream stream) = 0;
+    virtual Failure copy_to_host(void *destination, uint64_t source, uint64_t nbytes, Stream stream) = 0;
 };
+
+// How many of these bytes lie in the allocation of the first: a driver refuses a copy from one into the next
+// (CUDA_ERROR_INVALID_VALUE). All, where it does not know: the copy decides. Asked each time, for another thread may free
+// and allocate.
+uint64_t within_allocation(Driver *driver, uint64_t address, uint64_t nbytes);
 
 // The driver of a kind, opened once for the process; null with the reason in *why.
 Driver *driver_for(int32_t device_kind, Failure *why);

@@ -27,6 +27,7 @@ public:
         library_.find(event_synchronize_, "hipEventSynchronize");
         library_.find(range_, "hipMemGetAddressRange");
         library_.find(copy_, "hipMemcpyHtoDAsync");
+        library_.find(copy_back_, "hipMemcpyDtoHAsync");
         library_.find(error_name_, "hipGetErrorName");
     }
 
@@ -95,6 +96,10 @@ public:
         return check(copy_(reinterpret_cast<void *>(destination), const_cast<void *>(source), nbytes, stream),
                      "hipMemcpyHtoDAsync");
     }
+    Failure copy_to_host(void *destination, uint64_t source, uint64_t nbytes, Stream stream) override {
+        return check(copy_back_(destination, reinterpret_cast<void *>(source), nbytes, stream),
+                     "hipMemcpyDtoHAsync");
+    }
 
 private:
     Failure check(int code, const char *call) {
@@ -124,6 +129,7 @@ private:
     int (*event_synchronize_)(Event) = nullptr;
     int (*range_)(uint64_t *, uint64_t *, uint64_t) = nullptr;
     int (*copy_)(void *, void *, size_t, Stream) = nullptr;
+    int (*copy_back_)(void *, void *, size_t, Stream) = nullptr;
     const char *(*error_name_)(int) = nullptr;
 };
 

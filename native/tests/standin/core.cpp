@@ -45,17 +45,24 @@ std::uint64_t delay_of_a_copy() {
     return s.delay_us + (s.jitter_us ? s.random() % s.jitter_us : 0);
 }
 
-void run_copy(std::uint64_t destination, const void *source, std::size_t nbytes, std::uint64_t delay_us) {
+// host: which of the two was registered.
+void run_copy(void *destination, const void *source, const void *host, std::size_t nbytes,
+              std::uint64_t delay_us) {
     if (delay_us != 0) {
         std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
     }
     State &s = state();
     std::shared_lock lock(s.registry_mutex);
-    if (!is_registered(source, nbytes)) {
+    if (!is_registered(host, nbytes)) {
         ++s.lost_copies;
         return;
     }
-    std::memcpy(reinterpret_cast<void *>(destination), source, nbytes);
+    std::memcpy(destination, source, nbytes);
+}
+
+bool crosses_allocations(std::uint64_t address, std::size_t nbytes) {
+    const std::uint64_t one = state().allocation_bytes;
+    return one != 0 && address / one != (address + nbytes - 1) / one;
 }
 
 }  // namespace
@@ -286,14 +293,10 @@ int copy_to_device(std::uint64_t destination, const void *source, std::size_t nb
     if (!target) {
         return kInvalidHandle;
     }
-    if (destination == 0 || source == nullptr) {
+    if (destination == 0 || source == nullptr || crosses_allocations(destination, nbytes)) {
         return kInvalidValue;
     }
     State &s = state();
-    const std::uint64_t one = s.allocation_bytes;
-    if (one != 0 && destination / one != (destination + nbytes - 1) / one) {
-        return kInvalidValue;
-    }
     const std::uint64_t delay_us = delay_of_a_copy();
     bool pinned;
     {
@@ -301,7 +304,8 @@ int copy_to_device(std::uint64_t destination, const void *source, std::size_t nb
         pinned = is_registered(source, nbytes);
     }
     if (pinned) {
-        target->push([=] { run_copy(destination, source, nbytes, delay_us); });
+        void *to = reinterpret_cast<void *>(destination);
+        target->push([=] { run_copy(to, source, source, nbytes, delay_us); });
         return kSuccess;
     }
     // Pageable memory is staged during the call: the caller may change it afterwards.
@@ -309,6 +313,33 @@ int copy_to_device(std::uint64_t destination, const void *source, std::size_t nb
     const char *bytes = static_cast<const char *>(source);
     auto staged = std::make_shared<std::vector<char>>(bytes, bytes + nbytes);
     target->push([=] { std::memcpy(reinterpret_cast<void *>(destination), staged->data(), nbytes); });
+    return kSuccess;
+}
+
+int copy_to_host(void *destination, std::uint64_t source, std::size_t nbytes, std::uint64_t stream) {
+    auto target = find_stream(stream);
+    if (!target) {
+        return kInvalidHandle;
+    }
+    if (destination == nullptr || source == 0 || crosses_allocations(source, nbytes)) {
+        return kInvalidValue;
+    }
+    const std::uint64_t delay_us = delay_of_a_copy();
+    const void *from = reinterpret_cast<const void *>(source);
+    State &s = state();
+    bool pinned;
+    {
+        std::shared_lock lock(s.registry_mutex);
+        pinned = is_registered(destination, nbytes);
+    }
+    if (pinned) {
+        target->push([=] { run_copy(destination, from, destination, nbytes, delay_us); });
+        return kSuccess;
+    }
+    // To pageable memory the call returns when the bytes are there.
+    ++s.unpinned_copies;
+    target->push([=] { std::memcpy(destination, from, nbytes); });
+    target->synchronize();
     return kSuccess;
 }
 

@@ -43,6 +43,7 @@ int event_synchronize(std::uint64_t event);
 int event_query(std::uint64_t event);
 int address_range(std::uint64_t address, std::uint64_t *begin, std::uint64_t *nbytes);
 int copy_to_device(std::uint64_t destination, const void *source, std::size_t nbytes, std::uint64_t stream);
+int copy_to_host(void *destination, std::uint64_t source, std::size_t nbytes, std::uint64_t stream);
 int copy_on_device(std::uint64_t destination, std::uint64_t source, std::size_t nbytes, std::uint64_t stream);
 
 // Names of the entry points of this library, NULL at the end; each set defines its own.

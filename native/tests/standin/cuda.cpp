@@ -49,6 +49,7 @@ const char *const standin::kEntries[] = {"cuInit",
                                          "cuEventQuery",
                                          "cuMemGetAddressRange_v2",
                                          "cuMemcpyHtoDAsync_v2",
+                                         "cuMemcpyDtoHAsync_v2",
                                          "cuMemcpyDtoDAsync_v2",
                                          nullptr};
 
@@ -187,6 +188,13 @@ STANDIN_ENTRY int cuMemcpyHtoDAsync_v2(std::uint64_t destination, const void *so
     STANDIN_ENTER(cuMemcpyHtoDAsync_v2);
     NEED_CONTEXT();
     return copy_to_device(destination, source, nbytes, stream);
+}
+
+STANDIN_ENTRY int cuMemcpyDtoHAsync_v2(void *destination, std::uint64_t source, std::size_t nbytes,
+                                       std::uint64_t stream) {
+    STANDIN_ENTER(cuMemcpyDtoHAsync_v2);
+    NEED_CONTEXT();
+    return copy_to_host(destination, source, nbytes, stream);
 }
 
 STANDIN_ENTRY int cuMemcpyDtoDAsync_v2(std::uint64_t destination, std::uint64_t source, std::size_t nbytes,

@@ -35,6 +35,7 @@ const char *const standin::kEntries[] = {"hipInit",
                                          "hipEventQuery",
                                          "hipMemGetAddressRange",
                                          "hipMemcpyHtoDAsync",
+                                         "hipMemcpyDtoHAsync",
                                          "hipMemcpyDtoDAsync",
                                          nullptr};
 
@@ -124,6 +125,12 @@ STANDIN_ENTRY int hipMemcpyHtoDAsync(std::uint64_t destination, const void *sour
                                      std::uint64_t stream) {
     HIP_ENTER(hipMemcpyHtoDAsync);
     return copy_to_device(destination, source, nbytes, stream);
+}
+
+STANDIN_ENTRY int hipMemcpyDtoHAsync(void *destination, std::uint64_t source, std::size_t nbytes,
+                                     std::uint64_t stream) {
+    HIP_ENTER(hipMemcpyDtoHAsync);
+    return copy_to_host(destination, source, nbytes, stream);
 }
 
 STANDIN_ENTRY int hipMemcpyDtoDAsync(std::uint64_t destination, std::uint64_t source, std::size_t nbytes,

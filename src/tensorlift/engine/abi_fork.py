@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,21 @@ from tensorlift.engine.abi_types import (
 )
 
 __all__ = [
-    "Chunk", "Outcome", "Places", "SenderStats", "chunk_digest", "fetch_chunk", "sender_create",
-    "sender_destroy", "sender_serve", "sender_set_epoch", "sender_stats",
+    "Chunk", "Memory", "Outcome", "Places", "SenderStats", "Staging", "chunk_digest", "fetch_chunk",
+    "sender_create", "sender_destroy", "sender_serve", "sender_set_epoch", "sender_stats",
 ]  # fmt: skip
 
 
 Places = npt.NDArray[np.uint64]
+
+
+class Memory(NamedTuple):
+    """A region of memory; the device as tl_region has it."""
+
+    address: int
+    nbytes: int
+    device_kind: int = 0
+    device_index: int = 0
 
 
 class Outcome:
@@ -61,14 +70,22 @@ class Chunk(Structure):
     )
 
 
+class _Region(ctypes.Structure):
+    """tl_region."""
+
+    _fields_ = (*each(u64, "address nbytes"), *each(i32, "device_kind device_index"))
+
+
 _ERROR = ctypes.POINTER(Error)
 _FUNCTIONS: Functions = {
-    "tl_sender_create": (i32, (ptr, u64, u64, u64, u32, ctypes.POINTER(ptr), _ERROR), False),
+    "tl_sender_create": (i32, (ptr, u64, u64, u64, u32, ctypes.POINTER(ptr), _ERROR), True),
     "tl_sender_serve": (i32, (ptr, i32, _ERROR), False),
     "tl_sender_set_epoch": (i32, (ptr, u64, i32, _ERROR), False),
     "tl_sender_stats_of": (i32, (ptr, ctypes.POINTER(SenderStats), _ERROR), False),
     "tl_sender_destroy": (i32, (ptr, _ERROR), True),
-    "tl_chunk_fetch": (i32, (i32, ctypes.POINTER(Chunk), ptr, u64, _ERROR), True),
+    "tl_chunk_fetch": (i32, (i32, ctypes.POINTER(Chunk), ptr, u64, ptr, _ERROR), True),
+    "tl_staging_create": (i32, (i32, i32, ctypes.POINTER(ptr), _ERROR), True),
+    "tl_staging_destroy": (i32, (ptr, _ERROR), True),
     "tl_chunk_digest": (None, (ptr, u64, ptr), True),
 }
 
@@ -83,13 +100,16 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def sender_create(
-    regions: Sequence[tuple[int, int]], rate: int, burst: int, idle_milliseconds: int, handle: Handle
+    regions: Sequence[Memory], rate: int, burst: int, idle_milliseconds: int, handle: Handle
 ) -> None:
-    """Fills a handle for the functions below. ``regions``: (address, bytes) of each, which stay."""
-    given = np.array(regions, np.uint64).reshape(-1, 2)
+    """Fills a handle for the functions below. ``regions`` stay where they are.
+
+    Blocks where some are a device's, which is tried.
+    """
+    given = (_Region * len(regions))(*(_Region(*region) for region in regions))
     ask(
         _function("tl_sender_create"),
-        given.ctypes.data,
+        ctypes.addressof(given),
         len(given),
         rate,
         burst,
@@ -123,13 +143,34 @@ def sender_destroy(sender: Handle) -> None:
     destroy(address, error)
 
 
-def fetch_chunk(descriptor: int, chunk: Chunk, places: Places) -> None:
+class Staging:
+    """Pinned blocks through which one connection writes to a device; close() gives them back."""
+
+    def __init__(self, device_kind: int, device_index: int) -> None:
+        """Raises RefusedError where the device cannot be used."""
+        self._handle = Handle()
+        ask(_function("tl_staging_create"), device_kind, device_index, ctypes.byref(self._handle))
+
+    @property
+    def address(self) -> int | None:
+        """For fetch_chunk()."""
+        return self._handle.value
+
+    def close(self) -> None:
+        """Waits for copies."""
+        address, self._handle.value = self._handle.value, None
+        _function("tl_staging_destroy")(address, ctypes.byref(Error()))
+
+
+def fetch_chunk(descriptor: int, chunk: Chunk, places: Places, staging: Staging | None = None) -> None:
     """Asks for a chunk, writes it to its places and fills in what came of it. Blocks.
 
     ``places``: (n, 3) of bytes from the chunk's first, bytes, address; ascending, and without overlaps.
+    ``staging``: of the device that all of them are on; None for host memory.
     """
     given = np.ascontiguousarray(places, np.uint64)
-    ask(_function("tl_chunk_fetch"), descriptor, ctypes.byref(chunk), given.ctypes.data, len(given))
+    to = None if staging is None else staging.address
+    ask(_function("tl_chunk_fetch"), descriptor, ctypes.byref(chunk), given.ctypes.data, len(given), to)
 
 
 def chunk_digest(address: int, nbytes: int) -> bytes:

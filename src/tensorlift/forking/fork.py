@@ -11,7 +11,7 @@ from tensorlift.errors import ForkError, RequestError, SeedError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.manifest import Layout, Manifest, ModelKey, differences
 from tensorlift.forking.matching import copies_of, errands
-from tensorlift.forking.offering import Offering, named_tensors, offer
+from tensorlift.forking.offering import Offering, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source, failed, told
 from tensorlift.progress import Report as Progress
 
@@ -50,7 +50,7 @@ def fork_into(
     chunk_bytes: int = _CHUNK_BYTES,
     progress: Progress | None = None,
 ) -> Forked:
-    """Fills the tensors of a model (host memory) from one seed or several that offer the same weights.
+    """Fills the tensors of a model from one seed or several that offer the same weights.
 
     key: which weights are wanted; without it those of the first seed. connections: to each seed. patience:
     seconds that a seed may do nothing, or keep a fork waiting. Names, dtypes, shapes and strides are compared
@@ -58,10 +58,10 @@ def fork_into(
     ManifestError, RequestError; after an error the tensors' contents are undefined.
     """
     begin = time.monotonic()
-    ours = offer(named_tensors(model))
-    for region in ours.regions:
-        if region.device != "cpu":
-            raise RequestError(f"tensors on {region.device} cannot be forked into yet: the CPU's only")
+    named = named_tensors(model)
+    ours = offer(named)
+    # The copies wait for no stream, and memory that was just freed may still be in use on one.
+    settle(named)
     clients = [SeedClient(url, token, patience) for url in ([urls] if isinstance(urls, str) else urls)]
     if not clients:
         raise RequestError("there is no seed to fork from; name one: http://host:port")
@@ -69,7 +69,7 @@ def fork_into(
     moved = 0
     for _ in range(_ATTEMPTS):
         sources = _sources(clients, key, ours, left)
-        work = errands(copies_of(sources[0].manifest.tensors, ours.tensors, ours.addresses), chunk_bytes)
+        work = errands(copies_of(sources[0].manifest.tensors, ours.tensors, ours.memories), chunk_bytes)
         total = sum(errand.chunk.nbytes for errand in work)
         reader = Reader(work, sources, token, connections, patience)
         reader.run(functools.partial(_tell, progress, total))

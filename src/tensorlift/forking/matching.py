@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tensorlift.engine.abi_fork import Memory
 from tensorlift.forking.chunks import Chunk, cut
 from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, Tensor
 from tensorlift.plan.extents import Extents, merge_extents
@@ -27,6 +28,8 @@ class Copies(NamedTuple):
     offsets: Ints
     nbytes: Ints
     addresses: Ints
+    devices: Ints
+    """As _number() has them."""
 
 
 class Errand(NamedTuple):
@@ -34,31 +37,42 @@ class Errand(NamedTuple):
 
     chunk: Chunk
     places: npt.NDArray[np.uint64]
+    device: tuple[int, int]
+    """Kind and index of the device that all places are on."""
 
 
-def copies_of(theirs: Sequence[Tensor], ours: Sequence[Tensor], addresses: Sequence[int]) -> Copies:
+_DEVICES = 1 << 16
+
+
+def _number(memory: Memory) -> int:
+    return memory.device_kind * _DEVICES + memory.device_index
+
+
+def copies_of(theirs: Sequence[Tensor], ours: Sequence[Tensor], memories: Sequence[Memory]) -> Copies:
     """What to copy so that our tensors are as theirs of the same names, which have the same layout.
 
-    addresses: of our regions' first bytes. Tensors with holes between their elements are copied run by run,
+    memories: our regions. Tensors with holes between their elements are copied run by run,
     so that what lies in the holes stays.
     """
     here: Mapping[str, Tensor] = {tensor.name: tensor for tensor in ours}
-    rows: list[tuple[Ints, Ints, Ints, Ints]] = []
-    dense: list[tuple[int, int, int, int]] = []
+    rows: list[tuple[Ints, ...]] = []
+    dense: list[tuple[int, int, int, int, int]] = []
+    devices = [_number(memory) for memory in memories]
     for tensor in theirs:
         mine = here.get(tensor.name)
         if mine is None or tensor.region == NOWHERE:
             continue
-        address = addresses[mine.region] + mine.offset
+        address, device = memories[mine.region].address + mine.offset, devices[mine.region]
         starts, nbytes = _runs(tensor)
         if len(starts) == 1:
-            dense.append((tensor.region, tensor.offset, nbytes, address))
+            dense.append((tensor.region, tensor.offset, nbytes, address, device))
         else:
             full = np.full_like(starts, 1)
-            rows.append((tensor.region * full, tensor.offset + starts, nbytes * full, address + starts))
-    columns = np.array(dense, np.int64).reshape(-1, 4).T
+            offsets, places = tensor.offset + starts, address + starts
+            rows.append((tensor.region * full, offsets, nbytes * full, places, device * full))
+    columns = np.array(dense, np.int64).reshape(-1, 5).T
     parts = [tuple(columns), *rows]
-    return _once(Copies(*(np.concatenate([part[at] for part in parts]) for at in range(4))))
+    return _once(Copies(*(np.concatenate([part[at] for part in parts]) for at in range(5))))
 
 
 def _runs(tensor: Tensor) -> tuple[Ints, int]:
@@ -79,17 +93,17 @@ def _runs(tensor: Tensor) -> tuple[Ints, int]:
 def _once(given: Copies) -> Copies:
     """Runs that lie side by side on both sides, or on one another, as one. In order of region and offset."""
     shift = given.addresses - given.offsets
-    order = np.lexsort((given.offsets, shift, given.regions))
-    regions, offsets, nbytes, addresses = (column[order] for column in given)
+    order = np.lexsort((given.offsets, shift, given.devices, given.regions))
+    regions, offsets, nbytes, addresses, devices = (column[order] for column in given)
     if len(order) == 0:
-        return Copies(regions, offsets, nbytes, addresses)
-    same = (np.diff(regions) == 0) & (np.diff(addresses - offsets) == 0)
+        return given
+    same = (np.diff(regions) == 0) & (np.diff(addresses - offsets) == 0) & (np.diff(devices) == 0)
     stops = offsets + nbytes
     reach = _reach(stops, np.concatenate(([True], ~same)))
     first = np.concatenate(([True], ~(same & (offsets[1:] <= reach[:-1]))))
     last = np.concatenate((first[1:], [True]))
     regions, offsets, addresses = regions[first], offsets[first], addresses[first]
-    merged = Copies(regions, offsets, reach[last] - offsets, addresses)
+    merged = Copies(regions, offsets, reach[last] - offsets, addresses, devices[first])
     order = np.lexsort((merged.offsets, merged.regions))
     return Copies(*(column[order] for column in merged))
 
@@ -109,12 +123,15 @@ def _reach(stops: Ints, begins: npt.NDArray[np.bool_]) -> Ints:
 def errands(copies: Copies, chunk_bytes: int) -> list[Errand]:
     """Chunks of at most so many bytes that bring all of it."""
     found: list[Errand] = []
-    for layer in _layers(copies):
-        for region in np.unique(layer.regions).tolist():
-            found += _errands_of(
-                region, Copies(*(column[layer.regions == region] for column in layer)), chunk_bytes
-            )
+    for device in np.unique(copies.devices).tolist():
+        for layer in _layers(_where(copies, copies.devices == device)):
+            for region in np.unique(layer.regions).tolist():
+                found += _errands_of(region, _where(layer, layer.regions == region), chunk_bytes, device)
     return found
+
+
+def _where(copies: Copies, mask: npt.NDArray[np.bool_]) -> Copies:
+    return Copies(*(column[mask] for column in copies))
 
 
 def _layers(copies: Copies) -> Iterator[Copies]:
@@ -132,11 +149,11 @@ def _layers(copies: Copies) -> Iterator[Copies]:
                     taken[at] = False
                 else:
                     region, reach = here, stop
-        yield Copies(*(column[taken] for column in copies))
-        copies = Copies(*(column[~taken] for column in copies))
+        yield _where(copies, taken)
+        copies = _where(copies, ~taken)
 
 
-def _errands_of(region: int, copies: Copies, chunk_bytes: int) -> Iterator[Errand]:
+def _errands_of(region: int, copies: Copies, chunk_bytes: int, device: int) -> Iterator[Errand]:
     starts, stops = copies.offsets, copies.offsets + copies.nbytes
     wanted = merge_extents(Extents(starts, stops), gap=_GAP_BYTES)
     for chunk in cut(region, wanted, chunk_bytes):
@@ -148,6 +165,5 @@ def _errands_of(region: int, copies: Copies, chunk_bytes: int) -> Iterator[Erran
         stop = np.minimum(stops[some], end)
         address = copies.addresses[some] + (begin - starts[some])
         if len(begin):  # else a gap is as long as a chunk
-            yield Errand(
-                chunk, np.stack((begin - chunk.offset, stop - begin, address), axis=1).astype(np.uint64)
-            )
+            places = np.stack((begin - chunk.offset, stop - begin, address), axis=1).astype(np.uint64)
+            yield Errand(chunk, places, divmod(device, _DEVICES))

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from tensorlift.engine import abi
+from tensorlift.engine.abi_fork import Memory
 from tensorlift.errors import RequestError
 from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, Kind, Region, Tensor, span_bytes
 from tensorlift.forking.regions import Blocks, Placed, Regions, regions_by_block, regions_by_storage
 from tensorlift.format.quoting import quote
 from tensorlift.plan.extents import Extents
 
-__all__ = ["Named", "Offering", "blocks_of", "named_tensors", "offer"]
+__all__ = ["Named", "Offering", "blocks_of", "named_tensors", "native_device", "offer", "settle"]
 
 # Attributes of modules with what was computed for requests, not weights: an engine's KV cache, above all.
 _CACHES = re.compile(r"cache", re.IGNORECASE)
@@ -38,8 +40,8 @@ class Offering:
 
     tensors: tuple[Tensor, ...]
     regions: tuple[Region, ...]
-    addresses: tuple[int, ...]
-    """Of each region's first byte."""
+    memories: tuple[Memory, ...]
+    """What each region is in this process."""
 
 
 def named_tensors(model: object) -> list[Named]:
@@ -89,7 +91,7 @@ def offer(tensors: Sequence[Named]) -> Offering:
             raise RequestError(f"{quote(named.name)} {problem}")
     places: dict[int, tuple[int, int]] = {}
     regions: list[Region] = []
-    addresses: list[int] = []
+    memories: list[Memory] = []
     for device in dict.fromkeys(named.tensor.device for named in tensors):
         here = [
             at for at, named in enumerate(tensors) if named.tensor.device == device and _nbytes(named.tensor)
@@ -97,22 +99,41 @@ def offer(tensors: Sequence[Named]) -> Offering:
         found = _regions([tensors[at] for at in here], device)
         first = len(regions)
         starts, stops = (part.tolist() for part in found.extents)
-        regions += [Region(stop - start, str(device)) for start, stop in zip(starts, stops, strict=True)]
-        addresses += starts
+        kind, index = native_device(device)
+        for start, stop in zip(starts, stops, strict=True):
+            regions.append(Region(stop - start, str(device)))
+            memories.append(Memory(start, stop - start, kind, index))
         pairs = zip(found.region_of.tolist(), found.offsets.tolist(), strict=True)
         places.update(
             {at: (first + region, offset) for at, (region, offset) in zip(here, pairs, strict=True)}
         )
-    return Offering(tuple(_entries(tensors, places)), tuple(regions), tuple(addresses))
+    return Offering(tuple(_entries(tensors, places)), tuple(regions), tuple(memories))
+
+
+def native_device(device: torch.device) -> tuple[int, int]:
+    """A device as the library numbers it: its kind, and its index."""
+    if device.type == "cpu":
+        return abi.DEVICE_CPU, 0
+    return abi.DEVICE_HIP if torch.version.hip else abi.DEVICE_CUDA, _index(device)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def settle(tensors: Iterable[Named]) -> None:
+    """Waits for what is under way on their devices: the library's copies know no stream of torch's."""
+    for device in dict.fromkeys(named.tensor.device for named in tensors):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def _regions(tensors: Sequence[Named], device: torch.device) -> Regions:
     placed = _placed(tensors)
     if device.type == "cpu":
         return regions_by_storage(placed)
-    index = torch.cuda.current_device() if device.index is None else device.index
     snapshot = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    return regions_by_block(placed, blocks_of(snapshot, index))
+    return regions_by_block(placed, blocks_of(snapshot, _index(device)))
 
 
 def blocks_of(snapshot: Iterable[Mapping[str, Any]], device: int) -> Blocks:

@@ -163,9 +163,9 @@ class Reader:
             return None
 
     def _bring(self, source: Source, connection: TcpConnection, number: int) -> None:
-        chunk, places = self._errands[number]
+        chunk, places, device = self._errands[number]
         try:
-            came = connection.fetch(chunk, source.manifest.epoch, places, digest=True)
+            came = connection.fetch(chunk, source.manifest.epoch, places, digest=True, device=device)
         except BaseException:
             with self._state:
                 self.queue.give_back(number, source.name)

@@ -13,7 +13,7 @@ from tensorlift.forking.control import StateAnswer, talk
 from tensorlift.forking.leases import Lease, Leases
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Manifest, ModelKey, Offer, encode, layout_digest
-from tensorlift.forking.offering import named_tensors, offer
+from tensorlift.forking.offering import named_tensors, offer, settle
 from tensorlift.forking.tcp import TcpServer
 from tensorlift.forking.throttle import parse_limit
 
@@ -27,7 +27,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Seed:
-    """Weights of host memory over TCP, and what is said about them over HTTP at ``url``.
+    """Weights over TCP, and what is said about them over HTTP at ``url``.
 
     Tensors stay as long as the seed; changing them outside of updating() is seen by no reader.
     """
@@ -56,23 +56,15 @@ class Seed:
             )
         self._named = named_tensors(model)
         self._offering = offer(self._named)
-        for region in self._offering.regions:
-            if region.device != "cpu":
-                raise RequestError(
-                    f"weights on {region.device} cannot be offered yet: they are on the CPU only"
-                )
+        settle(self._named)
         self.token, self.key, self._weights = token, key, weights
         self.instance = secrets.token_hex(16)
         self._leases = Leases(readers, _LONGEST_LEASE)
         self._changed = threading.Condition()
         rate = parse_limit(limit, "limit", 0.0)
-        regions = [
-            (address, region.nbytes)
-            for address, region in zip(self._offering.addresses, self._offering.regions, strict=True)
-        ]
         self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS)
         try:
-            self._tcp = TcpServer(regions, self._is_live, host=host, token=token, limit=rate)
+            self._tcp = TcpServer(self._offering.memories, self._is_live, host=host, token=token, limit=rate)
             self._publish()
             self._http.start()
         except BaseException:
@@ -143,6 +135,7 @@ class Seed:
         try:
             yield
         finally:
+            settle(self._named)
             with self._changed:
                 self._tcp.set_epoch(self._leases.epoch, True)
                 self._leases.end_update()

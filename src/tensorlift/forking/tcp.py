@@ -10,8 +10,9 @@ import contextlib
 import socket
 from collections.abc import Callable, Sequence
 
-from tensorlift.engine import abi_fork
-from tensorlift.engine.abi_types import Handle, RefusedError
+from tensorlift.engine import abi, abi_fork
+from tensorlift.engine.abi_types import Handle, RefusedError, Status
+from tensorlift.errors import DeviceError, RequestError
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.handshake import introduce, welcome
 from tensorlift.forking.listener import Listener
@@ -27,11 +28,11 @@ _BURST_SHARE, _BURST_BYTES = 20, 1 << 20
 
 
 class TcpServer:
-    """Listens and serves regions of host memory, which have to stay until it is closed."""
+    """Listens and serves regions of memory, which have to stay until it is closed."""
 
     def __init__(
         self,
-        regions: Sequence[tuple[int, int]],
+        regions: Sequence[abi_fork.Memory],
         is_live: Callable[[str], bool],
         *,
         host: str = "127.0.0.1",
@@ -39,16 +40,19 @@ class TcpServer:
         token: str = "",
         limit: int | None = None,
     ) -> None:
-        """Begins. ``regions``: (address, bytes); ``is_live``: whether it is a lease; ``limit``: bytes/s.
+        """Begins. ``is_live``: whether it is a lease; ``limit``: bytes/s.
 
-        Raises OSError where it cannot listen there.
+        Raises OSError where it cannot listen there, RequestError for a device that cannot be read.
         """
         self._token, self._is_live = token, is_live
         self._sender = Handle()
         self._listener = Listener(host, port, self._shake, _MOST_HANDSHAKES)
         try:
             burst = min(_BURST_BYTES, (limit or 0) // _BURST_SHARE)
-            abi_fork.sender_create(regions, limit or 0, burst, _IDLE_MILLISECONDS, self._sender)
+            try:
+                abi_fork.sender_create(regions, limit or 0, burst, _IDLE_MILLISECONDS, self._sender)
+            except RefusedError as refused:
+                raise RequestError(f"these weights cannot be read: {refused.error.text}") from None
             self._listener.start()
         except BaseException:
             self.close()
@@ -95,6 +99,7 @@ class TcpConnection:
         """
         host, _, port = address.rpartition(":")
         self._milliseconds = max(1, int(seconds * 1000))
+        self._staging: dict[tuple[int, int], abi_fork.Staging] = {}
         self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -104,21 +109,38 @@ class TcpConnection:
             self._socket.close()
             raise
 
-    def fetch(self, chunk: Chunk, epoch: int, places: abi_fork.Places, digest: bool) -> abi_fork.Chunk:
+    def fetch(
+        self,
+        chunk: Chunk,
+        epoch: int,
+        places: abi_fork.Places,
+        digest: bool,
+        device: tuple[int, int] = (abi.DEVICE_CPU, 0),
+    ) -> abi_fork.Chunk:
         """Writes a chunk to its places; what came of it is in ``outcome``, ``verified`` and ``seed_epoch``.
 
-        Raises ConnectionError where the connection is of no use any more.
+        ``device``: kind and index of the one that all places are on. Raises ConnectionError where the
+        connection is of no use any more, DeviceError where the device is not.
         """
         asked = abi_fork.Chunk(
             region=chunk.region, offset=chunk.offset, nbytes=chunk.nbytes, epoch=epoch, digest=digest,
             milliseconds=self._milliseconds,
         )  # fmt: skip
         try:
-            abi_fork.fetch_chunk(self._socket.fileno(), asked, places)
+            abi_fork.fetch_chunk(self._socket.fileno(), asked, places, self._staging_of(device))
         except RefusedError as refused:
             error = refused.error
+            if refused.status == Status.DRIVER:
+                raise DeviceError(f"bytes cannot be written to the device: {error.text}") from None
             raise ConnectionError(f"{error.text} ({error.got:,} of {chunk.nbytes:,} bytes came)") from None
         return asked
+
+    def _staging_of(self, device: tuple[int, int]) -> abi_fork.Staging | None:
+        if device[0] == abi.DEVICE_CPU:
+            return None
+        if device not in self._staging:
+            self._staging[device] = abi_fork.Staging(*device)
+        return self._staging[device]
 
     def shutdown(self) -> None:
         """Ends a fetch() of another thread with an error."""
@@ -128,3 +150,5 @@ class TcpConnection:
     def close(self) -> None:
         """No other thread may be in fetch()."""
         self._socket.close()
+        for staging in self._staging.values():
+            staging.close()

@@ -1,0 +1,80 @@
+"""Weights from device to device over TCP, with the stand-in: its copies come late, and its calls fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from support import leaks, standin
+from tensorlift.engine import abi
+from tensorlift.errors import DeviceError, RequestError
+from tensorlift.forking import offering
+from tensorlift.forking.fork import fork_into
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.seed import Seed
+
+KEY = ModelKey(model="org/model")
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """Of several blocks, of small ones side by side in one storage, with holes, empty."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.rand(4000, generator=generator)
+    small = {f"small{k}": whole[k * 100 : k * 100 + 37] for k in range(40)}
+    large = {f"large{k}": torch.rand(900 + k, 701, generator=generator) for k in range(3)}
+    return {**large, **small, "steps": torch.rand(50, 60, generator=generator)[:, ::7], "empty": whole[:0]}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], tensor) for name, tensor in other.items())
+
+
+@pytest.fixture(params=[abi.DEVICE_CUDA, abi.DEVICE_HIP])
+def driver(request: pytest.FixtureRequest) -> Iterator[standin.Driver]:
+    found = standin.driver(request.param)
+    found.reset()
+    found.ready()
+    yield found
+    found.assert_clean()
+    found.reset()
+
+
+@pytest.fixture
+def on(driver: standin.Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """On which devices the next tensors that are offered are said to be, one entry a call; then the CPU."""
+    wanted: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        offering, "native_device", lambda device: wanted.pop(0) if wanted else (abi.DEVICE_CPU, 0)
+    )
+    same(weights(1), weights(1))  # torch starts threads of its own once
+    with leaks.nothing_left():
+        yield wanted
+        driver.drain()
+
+
+@pytest.mark.parametrize("ways", ["there and here", "there", "here"])
+def test_right_bytes(driver: standin.Driver, on: list[tuple[int, int]], ways: str) -> None:
+    driver.set_copy_delay_us(500)
+    theirs, ours = weights(1), weights(2)
+    on.append((driver.kind if "there" in ways else abi.DEVICE_CPU, 0))
+    with Seed(theirs, KEY) as seed:
+        on.append((driver.kind if "here" in ways else abi.DEVICE_CPU, 1))
+        result = fork_into(ours, seed.url, patience=60.0, chunk_bytes=3 << 20)
+    assert same(ours, theirs)
+    assert result.by_source == {seed.url: result.bytes}
+    assert driver.registered_peak_bytes() <= (2 + 2) * (4 << 20)
+
+
+def test_a_seed_whose_device_cannot_be_read(driver: standin.Driver, on: list[tuple[int, int]]) -> None:
+    on.append((driver.kind, 7))
+    with pytest.raises(RequestError, match=r"these weights cannot be read: .* answered"):
+        Seed(weights(1), KEY)
+
+
+def test_a_fork_whose_device_cannot_be_written(driver: standin.Driver, on: list[tuple[int, int]]) -> None:
+    with Seed(weights(1), KEY) as seed:
+        on.append((driver.kind, 7))
+        with pytest.raises(DeviceError, match=r"bytes cannot be written to the device: .* answered"):
+            fork_into(weights(2), seed.url, patience=60.0)
