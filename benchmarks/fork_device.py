@@ -1,0 +1,257 @@
+"""Whether a seed that decodes notices a fork that reads all of its weights, on one device.
+
+    python benchmarks/fork_device.py                     # a 7 GB model of transformers, one H200
+    python benchmarks/fork_device.py --device cpu --layers 2 --hidden 64 --tokens 20   # tries the script alone
+
+The seed decodes greedily, token by token, in this process; the fork is another process that reads into host
+memory over TCP, again and again, under the limit that the table names. Rounds with a fork and rounds without
+take turns; each token is timed until the host has it. First the bytes that a fork has read are compared, and
+the tokens of all rounds. Bars: the median and the 99th percentile of a token's time within 2 % of those without.
+
+    apart            the same figure of every other round without a fork against the rest of them: what
+                     the machine does by itself
+
+Before that, on the device: how long regions of all tensors take to plan, for a checkpoint of --region-layers
+layers (48 tensors a layer and more) that tensorlift has loaded; and the rate of a fork without a limit by
+number of connections. The file with all samples goes to $OUT if that is set, else to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import shutil
+import statistics
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorlift import loading
+from tensorlift.bench import machine
+from tensorlift.bench.cases import qwen3_moe
+from tensorlift.bench.report import Row, Series, show_rows, write_report
+from tensorlift.errors import MismatchError
+from tensorlift.forking.client import SeedClient
+from tensorlift.forking.fork import fork_into
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.offering import named_tensors, offer
+from tensorlift.forking.seed import Seed
+
+RESULTS = Path(__file__).resolve().parent / "results"
+KEY = ModelKey(model="benchmark")
+WITHIN = 1.02
+PLAN_SECONDS = 0.1
+# 3.5 billion parameters with 16 layers.
+SIZES = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def room_for(url: str, token: str) -> dict[str, torch.Tensor]:
+    """Host memory for all tensors of a seed."""
+    return {
+        tensor.name: torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype))
+        for tensor in SeedClient(url, token).manifest().tensors
+    }
+
+
+def fork_on_demand(orders: Connection, url: str) -> None:
+    """Another process: for each order (connections) one fork, answered with its seconds; None ends it."""
+    ours = room_for(url, "")
+    fork_into(ours, url, patience=60.0)
+    orders.send({name: hash_of(one) for name, one in ours.items()})
+    while (connections := orders.recv()) is not None:
+        begin = time.perf_counter()
+        fork_into(ours, url, patience=60.0, connections=connections)
+        orders.send(time.perf_counter() - begin)
+
+
+def hash_of(tensor: torch.Tensor) -> int:
+    import zlib
+
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def make_model(options: argparse.Namespace) -> Any:
+    import transformers
+
+    sizes = SIZES
+    if options.hidden is not None:
+        share = options.hidden / SIZES["hidden_size"]
+        names = ("vocab_size", "hidden_size", "intermediate_size")
+        sizes = SIZES | {name: int(SIZES[name] * share) for name in names} | {"num_attention_heads": 4}
+        sizes |= {"num_key_value_heads": 4}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=options.layers)
+    with torch.device(options.device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def decode(model: Any, tokens: int, device: str) -> tuple[list[int], list[float]]:
+    """Greedy tokens behind one prompt, and the seconds of each."""
+    ids = torch.arange(16, device=device).reshape(1, -1)
+    found, seconds = [], []
+    with torch.inference_mode():
+        out = model(ids, use_cache=True)
+        for _ in range(tokens):
+            begin = time.perf_counter()
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
+            out = model(token, past_key_values=out.past_key_values, use_cache=True)
+            found.append(int(token.item()))
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - begin)
+    return found, seconds
+
+
+class Fork:
+    """The other process."""
+
+    def __init__(self, url: str) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.orders, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=fork_on_demand, args=(theirs, url), daemon=True)
+        self.process.start()
+        self.hashes: dict[str, int] = self.orders.recv()
+
+    def one(self, connections: int) -> float:
+        self.orders.send(connections)
+        return float(self.orders.recv())
+
+    def close(self) -> None:
+        self.orders.send(None)
+        self.process.join()
+
+
+def rounds(model: Any, seed: Seed, fork: Fork, options: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """Seconds of each token by round, with and without a fork in turn."""
+    found: dict[str, list[list[float]]] = {"without": [], "with": []}
+    wanted = decode(model, options.tokens, options.device)[0]
+    for number in range(2 * options.rounds):
+        way = "without" if number % 2 == 0 else "with"
+        before = seed.stats()["sent_bytes"]
+        if way == "with":
+            fork.orders.send(2)
+            while seed.stats()["sent_bytes"] == before:
+                time.sleep(0.001)
+        tokens, seconds = decode(model, options.tokens, options.device)
+        if way == "with":
+            if fork.orders.poll():
+                print("the fork was through before the tokens were", file=sys.stderr)
+            fork.orders.recv()
+        if tokens != wanted:
+            raise MismatchError(f"round {number} ({way} a fork) has other tokens")
+        found[way].append(seconds)
+        print(f"{way}: {statistics.median(seconds) * 1e3:.3f} ms", file=sys.stderr, flush=True)
+    return found
+
+
+def percentile(some: list[list[float]], share: float) -> float:
+    return float(np.percentile([one for seconds in some for one in seconds], share))
+
+
+def decode_rows(found: dict[str, list[list[float]]], limit: str) -> list[Row]:
+    rows = []
+    for name, share in (("median", 50.0), ("99th percentile", 99.0)):
+        series = [
+            Series(way, 1, [percentile([one], share) for one in found[way]], warm_up=0) for way in found
+        ]
+        ratio = percentile(found["with"], share) / percentile(found["without"], share)
+        apart = percentile(found["without"][::2], share) / percentile(found["without"][1::2], share)
+        what = f"time with a fork at {limit}, of without; apart {apart:.3f}"
+        rows.append(Row(f"a token, {name}", what, ratio, WITHIN, False, series))
+    return rows
+
+
+def rate_rows(model: Any, options: argparse.Namespace) -> list[Row]:
+    """A fork that nothing limits, by connections; only told."""
+    rows: list[Row] = []
+    nbytes = sum(one.nbytes for one in model.state_dict().values())
+    with Seed(model, KEY) as seed:
+        fork = Fork(seed.url)
+        check(model, fork)
+        all_series = {count: Series(f"{count} connections", nbytes) for count in (1, 2, 4)}
+        for _ in range(options.runs + 1):
+            for count, series in all_series.items():
+                series.seconds.append(fork.one(count))
+        fork.close()
+    for count, series in all_series.items():
+        ratio = all_series[1].median / series.median
+        rows.append(Row(f"fork to host memory, {count}", "times as fast as one", ratio, None, True, [series]))
+    return rows
+
+
+def check(model: Any, fork: Fork) -> None:
+    for tensor in named_tensors(model):
+        if hash_of(tensor.tensor) != fork.hashes[tensor.name]:
+            raise MismatchError(f"{tensor.name} has other bytes in the fork")
+
+
+def region_rows(options: argparse.Namespace) -> list[Row]:
+    """Planning the regions of a checkpoint that tensorlift has loaded."""
+    case = qwen3_moe(options.folder, options.region_layers, 4)
+    weights = loading.load(case.folder, device=options.device)
+    named = named_tensors(weights)
+    series = Series(f"{len(named)} tensors", sum(one.nbytes for one in weights.values()))
+    for _ in range(options.runs + 1):
+        begin = time.perf_counter()
+        regions = offer(named).regions
+        series.seconds.append(time.perf_counter() - begin)
+    what = f"seconds; {len(regions)} regions for {series.nbytes / 1e9:.1f} GB"
+    return [Row("planning regions", what, series.median, PLAN_SECONDS, False, [series])]
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/tensorlift-fork"))
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--hidden", type=int, help="another hidden size, with all else in proportion")
+    parser.add_argument("--region-layers", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=250, help="of a round")
+    parser.add_argument("--rounds", type=int, default=8, help="with a fork, and as many without")
+    parser.add_argument("--runs", type=int, default=5, help="samples that count, of each")
+    parser.add_argument("--limit", default="2GB/s")
+    parser.add_argument("--commit", help="of the tree, where git is not there to tell")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments(argv)
+    facts = machine.facts(options.folder.parent)
+    if options.commit:
+        facts["commit"] = options.commit
+    if options.device != "cpu":
+        facts |= {"gpu": torch.cuda.get_device_name(options.device), "cuda": torch.version.cuda}
+    try:
+        rows = region_rows(options)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(options.folder)
+    model = make_model(options)
+    rows += rate_rows(model, options)
+    with Seed(model, KEY, limit=options.limit) as seed:
+        fork = Fork(seed.url)
+        found = rounds(model, seed, fork, options)
+        fork.close()
+    rows += decode_rows(found, options.limit)
+    settings = {key: str(value) for key, value in vars(options).items()}
+    notes = {"token_seconds": found}
+    path = write_report(Path(os.environ.get("OUT") or RESULTS), "fork-device", facts, settings, rows, **notes)
+    print(f"written: {path}")
+    show_rows(rows)
+    return 0 if all(row.passed for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Weights of a real device over TCP: right bytes, few regions, copies alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from support.checkpoints import Written
+from support.device import MIB, NO_DEVICE, call
+from tensorlift import loading
+from tensorlift.bench.cases import Spec, write_shards
+from tensorlift.forking.fork import fork_into
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.offering import named_tensors, offer
+from tensorlift.forking.seed import Seed
+
+if not torch.cuda.is_available():
+    pytest.skip(NO_DEVICE, allow_module_level=True)
+
+KEY = ModelKey(model="org/model")
+
+
+def like(weights: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=device).zero_()
+        for name, one in weights.items()
+    }
+
+
+@pytest.mark.parametrize("there, here", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+def test_right_bytes(checkpoint: Written, there: str, here: str) -> None:
+    theirs = loading.load(checkpoint.path, device=there)
+    ours = like(theirs, here)
+    with Seed(theirs, KEY) as seed:
+        fork_into(ours, seed.url, patience=60.0, chunk_bytes=1 << 20)
+    for name, tensor in theirs.items():
+        flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+        assert torch.equal(ours[name].cpu().contiguous().view(-1).view(torch.uint8), flat), name
+
+
+def expandable(folder: Path) -> int:
+    """Of a process of its own: regions of tensors that lie in expandable segments; -1 for wrong bytes."""
+    torch.manual_seed(1)
+    theirs = {f"t{k}": torch.rand(3 * MIB, device="cuda") for k in range(12)}
+    ours = like(theirs, "cuda")
+    with Seed(theirs, KEY) as seed:
+        fork_into(ours, seed.url, patience=60.0)
+        count = len(seed._offering.regions)
+    return count if all(torch.equal(ours[name], theirs[name]) for name in theirs) else -1
+
+
+def test_expandable_segments(tmp_path: Path) -> None:
+    found = call(expandable, tmp_path, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    assert 1 <= found <= 12
+
+
+def test_at_most_one_region_an_arena(tmp_path: Path) -> None:
+    specs = [[Spec(f"t{s}.{k}", "BF16", (64, 512)) for k in range(700)] for s in range(2)]
+    case = write_shards(tmp_path / "many", specs)
+    weights = loading.load(case.folder, device="cuda", arena_size="16MiB")
+    arenas = -(-sum(one.nbytes for one in weights.values()) // (16 * MIB)) + 1
+    assert len(offer(named_tensors(weights)).regions) <= arenas
+
+
+def test_nothing_but_copies_runs_on_the_seed() -> None:
+    """What a fork of host memory has the device do while its owner does nothing."""
+    theirs = {f"t{k}": torch.rand(8 * MIB, device="cuda") for k in range(4)}
+    ours = like(theirs, "cpu")
+    with Seed(theirs, KEY) as seed, profile(activities=[ProfilerActivity.CUDA]) as seen:
+        fork_into(ours, seed.url, patience=60.0)
+    work = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert work
+    assert {name for name in work if not name.startswith("Memcpy DtoH")} == set()
+    assert all(torch.equal(ours[name], theirs[name].cpu()) for name in theirs)
