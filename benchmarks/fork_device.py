@@ -1,12 +1,14 @@
 """Whether a seed that decodes notices a fork that reads all of its weights, on one device.
 
     python benchmarks/fork_device.py                     # a 7 GB model of transformers, one H200
-    python benchmarks/fork_device.py --device cpu --layers 2 --hidden 64 --tokens 20   # tries the script alone
+    python benchmarks/fork_device.py --device cpu --layers 2 --hidden 64 --tokens 20   # tries the script
 
 The seed decodes greedily, token by token, in this process; the fork is another process that reads into host
 memory over TCP, again and again, under the limit that the table names. Rounds with a fork and rounds without
 take turns; each token is timed until the host has it. First the bytes that a fork has read are compared, and
-the tokens of all rounds. Bars: the median and the 99th percentile of a token's time within 2 % of those without.
+the tokens of all rounds. Bars: the median and the 99th percentile of a token's time within 2 % of those
+without. What is read is the model that decodes, in device memory; with --seed host a copy of it in host
+memory, and with --seed elsewhere that copy in a third process: what they cost is the host's, not the device's.
 
     apart            the same figure of every other round without a fork against the rest of them: what
                      the machine does by itself
@@ -26,6 +28,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -63,11 +66,11 @@ def room_for(url: str, token: str) -> dict[str, torch.Tensor]:
     }
 
 
-def fork_on_demand(orders: Connection, url: str) -> None:
+def fork_on_demand(orders: Connection, url: str, hashes: bool) -> None:
     """Another process: for each order (connections) one fork, answered with its seconds; None ends it."""
     ours = room_for(url, "")
     fork_into(ours, url, patience=60.0)
-    orders.send({name: hash_of(one) for name, one in ours.items()})
+    orders.send({name: hash_of(one) for name, one in ours.items()} if hashes else {})
     while (connections := orders.recv()) is not None:
         begin = time.perf_counter()
         fork_into(ours, url, patience=60.0, connections=connections)
@@ -87,8 +90,9 @@ def make_model(options: argparse.Namespace) -> Any:
     if options.hidden is not None:
         share = options.hidden / SIZES["hidden_size"]
         names = ("vocab_size", "hidden_size", "intermediate_size")
-        sizes = SIZES | {name: int(SIZES[name] * share) for name in names} | {"num_attention_heads": 4}
-        sizes |= {"num_key_value_heads": 4}
+        heads = max(4, int(SIZES["num_attention_heads"] * share))
+        sizes = SIZES | {name: int(SIZES[name] * share) for name in names}
+        sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=options.layers)
     with torch.device(options.device):
@@ -115,33 +119,58 @@ def decode(model: Any, tokens: int, device: str) -> tuple[list[int], list[float]
 class Fork:
     """The other process."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, hashes: bool = False) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.orders, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=fork_on_demand, args=(theirs, url), daemon=True)
+        self.process = spawn.Process(target=fork_on_demand, args=(theirs, url, hashes), daemon=True)
         self.process.start()
         self.hashes: dict[str, int] = self.orders.recv()
 
     def one(self, connections: int) -> float:
+        """Seconds of a fork."""
         self.orders.send(connections)
         return float(self.orders.recv())
 
     def close(self) -> None:
+        """The process ends."""
         self.orders.send(None)
         self.process.join()
 
 
-def rounds(model: Any, seed: Seed, fork: Fork, options: argparse.Namespace) -> dict[str, list[list[float]]]:
+def serve_elsewhere(orders: Connection, nbytes: int, limit: str) -> None:
+    """Another process that is a seed of so many bytes of host memory, until it is told anything."""
+    with Seed({"all": torch.ones(nbytes, dtype=torch.uint8)}, KEY, limit=limit) as seed:
+        orders.send(seed.url)
+        orders.recv()
+
+
+@contextlib.contextmanager
+def offered(model: Any, options: argparse.Namespace) -> Iterator[str]:
+    """The URL of what is read while the model decodes."""
+    if options.seed == "elsewhere":
+        spawn = multiprocessing.get_context("spawn")
+        orders, theirs = spawn.Pipe()
+        nbytes = sum(one.nbytes for one in model.state_dict().values())
+        process = spawn.Process(target=serve_elsewhere, args=(theirs, nbytes, options.limit), daemon=True)
+        process.start()
+        yield orders.recv()
+        orders.send(None)
+        process.join()
+        return
+    what = model if options.seed == "device" else {k: v.cpu() for k, v in model.state_dict().items()}
+    with Seed(what, KEY, limit=options.limit) as seed:
+        yield seed.url
+
+
+def rounds(model: Any, fork: Fork, options: argparse.Namespace) -> dict[str, list[list[float]]]:
     """Seconds of each token by round, with and without a fork in turn."""
     found: dict[str, list[list[float]]] = {"without": [], "with": []}
     wanted = decode(model, options.tokens, options.device)[0]
     for number in range(2 * options.rounds):
         way = "without" if number % 2 == 0 else "with"
-        before = seed.stats()["sent_bytes"]
         if way == "with":
             fork.orders.send(2)
-            while seed.stats()["sent_bytes"] == before:
-                time.sleep(0.001)
+            time.sleep(0.05)
         tokens, seconds = decode(model, options.tokens, options.device)
         if way == "with":
             if fork.orders.poll():
@@ -176,7 +205,7 @@ def rate_rows(model: Any, options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     nbytes = sum(one.nbytes for one in model.state_dict().values())
     with Seed(model, KEY) as seed:
-        fork = Fork(seed.url)
+        fork = Fork(seed.url, hashes=True)
         check(model, fork)
         all_series = {count: Series(f"{count} connections", nbytes) for count in (1, 2, 4)}
         for _ in range(options.runs + 1):
@@ -218,6 +247,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, help="another hidden size, with all else in proportion")
     parser.add_argument("--region-layers", type=int, default=24)
+    parser.add_argument("--seed", choices=("device", "host", "elsewhere"), default="device")
+    parser.add_argument("--only", action="store_true", help="nothing but decoding")
     parser.add_argument("--tokens", type=int, default=250, help="of a round")
     parser.add_argument("--rounds", type=int, default=8, help="with a fork, and as many without")
     parser.add_argument("--runs", type=int, default=5, help="samples that count, of each")
@@ -233,16 +264,19 @@ def main(argv: list[str] | None = None) -> int:
         facts["commit"] = options.commit
     if options.device != "cpu":
         facts |= {"gpu": torch.cuda.get_device_name(options.device), "cuda": torch.version.cuda}
-    try:
-        rows = region_rows(options)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(options.folder)
+    rows: list[Row] = []
+    if not options.only:
+        try:
+            rows += region_rows(options)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(options.folder)
     model = make_model(options)
-    rows += rate_rows(model, options)
-    with Seed(model, KEY, limit=options.limit) as seed:
-        fork = Fork(seed.url)
-        found = rounds(model, seed, fork, options)
+    if not options.only:
+        rows += rate_rows(model, options)
+    with offered(model, options) as url:
+        fork = Fork(url)
+        found = rounds(model, fork, options)
         fork.close()
     rows += decode_rows(found, options.limit)
     settings = {key: str(value) for key, value in vars(options).items()}

@@ -18,7 +18,7 @@ struct Seed {
     std::vector<int> ends;
 
     explicit Seed(std::uint64_t rate = 0, int kind = TL_DEVICE_CPU) {
-        for (std::size_t size : {3 * kMiB + 5, std::uint64_t{0}, kMiB})
+        for (std::size_t size : {3 * kMiB + 5, std::uint64_t{0}, kMiB, 13 * kMiB + 9})
             regions.push_back(random_bytes(size, size));
         std::vector<tl_region> places;
         for (const Bytes &bytes : regions)
@@ -133,15 +133,17 @@ TEST(from_one_device_to_another) {
         device.set_copy_delay_us(300);
         {
             Seed seed(0, kind);
+            // A driver refuses a copy from one allocation into the next.
+            device.set_allocation_bytes(kMiB / 2);
             const int fd = seed.connect();
             tl_staging *staging = nullptr;
             REQUIRE_EQ(tl_staging_create(kind, 1, &staging, nullptr), TL_OK);
             for (std::uint64_t at = 0; at < 6; at++) {
-                tl_chunk chunk = chunk_of(0, at, 3 * kMiB - 7, 0);
+                tl_chunk chunk = chunk_of(3, at, 13 * kMiB - 7, 0);
                 Bytes got;
                 REQUIRE_EQ(fetch(fd, chunk, got, staging), TL_OK);
                 REQUIRE_EQ(chunk.outcome, TL_CHUNK_OK);
-                REQUIRE(std::equal(got.begin(), got.end(), seed.regions[0].begin() + static_cast<long>(at)));
+                REQUIRE(std::equal(got.begin(), got.end(), seed.regions[3].begin() + static_cast<long>(at)));
             }
             tl_staging_destroy(staging, nullptr);
         }
@@ -161,7 +163,7 @@ TEST(a_driver_that_fails) {
                 {
                     std::vector<Bytes> regions;
                     tl_sender *sender = nullptr;
-                    regions.push_back(random_bytes(5 * kMiB, 1));
+                    regions.push_back(random_bytes(9 * kMiB, 1));
                     const tl_region region{reinterpret_cast<std::uintptr_t>(regions[0].data()),
                                            regions[0].size(), kind, 0};
                     tl_error error = no_error();
@@ -172,7 +174,7 @@ TEST(a_driver_that_fails) {
                     if (made == TL_OK && tl_staging_create(kind, 1, &staging, &error) == TL_OK) {
                         REQUIRE_EQ(tl_sender_serve(sender, pair[1], nullptr), TL_OK);
                         pair[1] = -1;
-                        tl_chunk chunk = chunk_of(0, 0, 5 * kMiB, 0);
+                        tl_chunk chunk = chunk_of(0, 0, 9 * kMiB, 0);
                         Bytes got;
                         if (fetch(pair[0], chunk, got, staging) == TL_OK && chunk.outcome == TL_CHUNK_OK) {
                             REQUIRE(got == regions[0]);

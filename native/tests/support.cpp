@@ -111,6 +111,7 @@ static StandIn load_standin(int kind) {
     CONTROL(ready);
     CONTROL(set_copy_delay_us);
     CONTROL(set_copy_jitter_us);
+    CONTROL(set_allocation_bytes);
     CONTROL(fail);
     CONTROL(calls);
     CONTROL(entry);

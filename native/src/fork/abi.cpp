@@ -53,7 +53,14 @@ public:
     // stage, which scatter() empties.
     Failure memory(uint64_t at, uint64_t nbytes, char **to) {
         while (next_ != end_ && next_->offset + next_->nbytes <= at) next_++;
-        if (stage_) return stage_->take(slot(at), to);
+        if (stage_) {
+            const uint64_t inside = at % tl::Stage::kSlotBytes;
+            if (inside == 0) {
+                if (Failure f = stage_->take(slot(at), &memory_)) return f;
+            }
+            *to = memory_ + inside;
+            return {};
+        }
         if (next_ != end_ && next_->offset <= at && at + nbytes <= next_->offset + next_->nbytes) {
             *to = reinterpret_cast<char *>(next_->address) + (at - next_->offset);
             return {};
@@ -75,16 +82,18 @@ public:
                 return f;
             }
         }
-        return stage_ ? stage_->settle(slot(at)) : Failure{};
+        const bool full = (at + nbytes) % tl::Stage::kSlotBytes == 0;
+        return stage_ && full ? stage_->settle(slot(at)) : Failure{};
     }
 
 private:
     static uint64_t slot(uint64_t at) {
-        return at / tl::kBlock % tl::Stage::kSlots;
+        return at / tl::Stage::kSlotBytes % tl::Stage::kSlots;
     }
 
     const tl_place *next_, *end_;
     tl::Stage *stage_;
+    char *memory_ = nullptr;  // of the slot
     std::vector<char> scratch_;
 };
 

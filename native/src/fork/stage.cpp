@@ -5,7 +5,7 @@
 namespace tl {
 
 Stage::Stage(Driver *driver, int32_t device)
-    : driver_(driver), device_(device), ring_(driver, device, kBlock, kSlots * kBlock) {}
+    : driver_(driver), device_(device), ring_(driver, device, kSlotBytes, kSlots * kSlotBytes) {}
 
 std::unique_ptr<Stage> Stage::make(int32_t device_kind, int32_t device, Failure *why) {
     Driver *driver = driver_for(device_kind, why);
@@ -47,28 +47,33 @@ Failure Stage::take(uint64_t k, char **memory) {
     return *memory ? Failure{} : failure(TL_ERR_MEMORY, "no host memory for a block");
 }
 
+// In one copy where that can be: what the driver refuses is cut where allocations end.
+template <class Copy>
+Failure Stage::by_allocation(uint64_t address, uint64_t nbytes, Copy copy) {
+    const Failure whole = copy(uint64_t{0}, nbytes);
+    if (!whole || within_allocation(driver_, address, nbytes) == nbytes) return whole;
+    for (uint64_t at = 0; at < nbytes;) {
+        const uint64_t part = within_allocation(driver_, address + at, nbytes - at);
+        if (Failure f = copy(at, part)) return f;
+        at += part;
+    }
+    return {};
+}
+
 Failure Stage::to_host(uint64_t k, uint64_t source, uint64_t nbytes) {
     char *to = nullptr;
     if (Failure f = take(k, &to)) return f;
-    while (nbytes > 0) {
-        const uint64_t part = within_allocation(driver_, source, nbytes);
-        if (Failure f = driver_->copy_to_host(to, source, part, stream_)) return f;
-        to += part;
-        source += part;
-        nbytes -= part;
-    }
+    if (Failure f = by_allocation(source, nbytes, [&](uint64_t at, uint64_t part) {
+            return driver_->copy_to_host(to + at, source + at, part, stream_);
+        }))
+        return f;
     return settle(k);
 }
 
 Failure Stage::to_device(uint64_t destination, const char *source, uint64_t nbytes) {
-    while (nbytes > 0) {
-        const uint64_t part = within_allocation(driver_, destination, nbytes);
-        if (Failure f = driver_->copy_to_device(destination, source, part, stream_)) return f;
-        destination += part;
-        source += part;
-        nbytes -= part;
-    }
-    return {};
+    return by_allocation(destination, nbytes, [&](uint64_t at, uint64_t part) {
+        return driver_->copy_to_device(destination + at, source + at, part, stream_);
+    });
 }
 
 Failure Stage::settle(uint64_t k) {
@@ -80,25 +85,27 @@ Failure Stage::finish() {
 }
 
 Failure Outgoing::next(const char **bytes, uint64_t *nbytes) {
-    const uint64_t at = given_ * kBlock;
-    *nbytes = std::min(kBlock, nbytes_ - at);
+    *nbytes = std::min(kBlock, nbytes_ - given_);
+    const uint64_t inside = given_ % Stage::kSlotBytes;
     if (!stage_) {
-        *bytes = reinterpret_cast<const char *>(address_) + at;
+        *bytes = reinterpret_cast<const char *>(address_) + given_;
     } else {
-        // The slot of the block before this one is free by now.
-        if (Failure f = begin_ahead()) return f;
-        char *memory = nullptr;
-        if (Failure f = stage_->take(given_ % Stage::kSlots, &memory)) return f;
-        *bytes = memory;
+        if (inside == 0) {
+            // The slot before this one is free by now.
+            if (Failure f = begin_ahead()) return f;
+            if (Failure f = stage_->take(given_ / Stage::kSlotBytes % Stage::kSlots, &slot_)) return f;
+        }
+        *bytes = slot_ + inside;
     }
-    given_++;
+    given_ += *nbytes;
     return {};
 }
 
 Failure Outgoing::begin_ahead() {
-    for (; begun_ < given_ + Stage::kSlots && begun_ * kBlock < nbytes_; begun_++) {
-        const uint64_t at = begun_ * kBlock;
-        const uint64_t nbytes = std::min(kBlock, nbytes_ - at);
+    const uint64_t until = given_ / Stage::kSlotBytes + Stage::kSlots;
+    for (; begun_ < until && begun_ * Stage::kSlotBytes < nbytes_; begun_++) {
+        const uint64_t at = begun_ * Stage::kSlotBytes;
+        const uint64_t nbytes = std::min(Stage::kSlotBytes, nbytes_ - at);
         if (Failure f = stage_->to_host(begun_ % Stage::kSlots, address_ + at, nbytes)) return f;
     }
     return {};

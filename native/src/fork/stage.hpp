@@ -11,8 +11,10 @@ namespace tl {
 
 class Stage {
 public:
-    // Blocks in flight: one being sent or received, the others being copied.
-    static constexpr uint64_t kSlots = 3;
+    // One being sent or received, the other being copied. Of several blocks: each copy and each event is a few calls of a
+    // driver whose locks the owner of the device wants too.
+    static constexpr uint64_t kSlots = 2;
+    static constexpr uint64_t kSlotBytes = 4 * kBlock;
 
     // Of one thread at a time; null with the reason in *why.
     static std::unique_ptr<Stage> make(int32_t device_kind, int32_t device, Failure *why);
@@ -43,6 +45,8 @@ public:
 private:
     Stage(Driver *driver, int32_t device);
     Failure begin();
+    template <class Copy>
+    Failure by_allocation(uint64_t address, uint64_t nbytes, Copy copy);
 
     Driver *driver_;
     const int32_t device_;
@@ -67,7 +71,9 @@ private:
 
     Stage *stage_;
     uint64_t address_, nbytes_;
-    uint64_t given_ = 0, begun_ = 0;  // blocks
+    uint64_t given_ = 0;  // bytes
+    uint64_t begun_ = 0;  // slots
+    char *slot_ = nullptr;
 };
 
 }  // namespace tl
