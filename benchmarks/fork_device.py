@@ -8,7 +8,7 @@ memory over TCP, again and again, under the limit that the table names. Rounds w
 take turns; each token is timed until the host has it. First the bytes that a fork has read are compared, and
 the tokens of all rounds. Bars: the median and the 99th percentile of a token's time within 2 % of those
 without. What is read is the model that decodes, in device memory; with --seed host a copy of it in host
-memory, and with --seed elsewhere that copy in a third process: what they cost is the host's, not the device's.
+memory, and with --seed elsewhere that copy in a third process: their cost is the host's, not the device's.
 
     apart            the same figure of every other round without a fork against the rest of them: what
                      the machine does by itself
