@@ -37,6 +37,7 @@ __all__ = [
     "differences",
     "encode",
     "layout_digest",
+    "rank_problem",
     "span_bytes",
 ]
 
@@ -78,6 +79,15 @@ class ModelKey(msgspec.Struct, frozen=True, kw_only=True):
     ep: _Share = (0, 1)
     processed: bool = True
     """After what the engine does to weights behind their load, rather than before."""
+
+
+def rank_problem(key: ModelKey) -> str | None:
+    """What its bounds alone do not say: a rank that is not below the size."""
+    for name in ("tp", "pp", "ep"):
+        rank, size = getattr(key, name)
+        if rank >= size:
+            return f"rank {rank} of {size} in {name}"
+    return None
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -209,10 +219,8 @@ def _check(manifest: Manifest, where: str) -> None:
     def refuse(text: str) -> ManifestError:
         return ManifestError(f"{clean(where)}: the manifest contradicts itself: {text}")
 
-    for name in ("tp", "pp", "ep"):
-        rank, size = getattr(manifest.key, name)
-        if rank >= size:
-            raise refuse(f"rank {rank} of {size} in {name}")
+    if problem := rank_problem(manifest.key):
+        raise refuse(problem)
     sizes = [region.nbytes for region in manifest.regions]
     if sum(sizes) > 2**63 - 1:
         raise refuse(f"its regions have {sum(sizes):,} bytes")

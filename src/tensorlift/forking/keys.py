@@ -1,0 +1,80 @@
+"""Keys and tokens as callers give them, checked; and keys as messages show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from tensorlift.errors import OptionError
+from tensorlift.forking.manifest import ModelKey, rank_problem
+from tensorlift.format.quoting import quote
+
+__all__ = ["checked_key", "checked_token", "told_key", "what_is_there"]
+
+_SHOWN = 20
+_SPLITS = ("tp", "pp", "ep")
+
+
+def checked_key(key: object) -> ModelKey:
+    """A name of a model is the key of a whole one: target, one rank. Raises OptionError."""
+    if isinstance(key, str) and key:
+        key = ModelKey(model=key)
+    if not isinstance(key, ModelKey):
+        raise OptionError(f"key is {quote(key)}; expected the name of a model or a ModelKey")
+    try:
+        made = msgspec.convert(msgspec.structs.asdict(key), ModelKey)
+    except msgspec.ValidationError as error:
+        raise OptionError(f"key is no ModelKey that can be sent: {error}") from None
+    if problem := rank_problem(made):
+        raise OptionError(f"key has {problem}; ranks count from 0")
+    return made
+
+
+def checked_token(token: str | None) -> str:
+    """As it is used inside, where "" is none. Raises OptionError, which does not show it.
+
+    It has to go into a header of HTTP as it is: printable characters of Latin-1 without spaces.
+    """
+    if token is None:
+        return ""
+    if not isinstance(token, str):
+        raise OptionError(f"token is a {type(token).__name__}; expected a str, or None for none")
+    if not token:
+        raise OptionError(
+            'token is ""; expected some characters, or None for none (is an environment variable not set?)'
+        )
+    if not all(c <= "\xff" and c.isprintable() and not c.isspace() for c in token):
+        raise OptionError(
+            "token has characters that cannot go into a header of HTTP; expected printable ones of Latin-1, "
+            "no spaces: secrets.token_urlsafe() makes such tokens"
+        )
+    return token
+
+
+def told_key(key: ModelKey) -> str:
+    """Such as 'org/model' (target, tp 0 of 2)."""
+    parts = [key.role, key.revision, key.dtype, key.quantization]
+    shown = [quote(part)[1:-1] for part in parts if part]
+    for name in _SPLITS:
+        rank, size = getattr(key, name)
+        if size > 1:
+            shown.append(f"{name} {rank} of {size}")
+    if not key.processed:
+        shown.append("not processed")
+    return f"{quote(key.model)} ({', '.join(shown)})"
+
+
+def what_is_there(keys: Iterable[ModelKey], wanted: ModelKey) -> str:
+    """For a message: some of the keys that there are, and why none of them will do where that is known."""
+    found = list(keys)
+    text = ", ".join(told_key(key) for key in found[:_SHOWN])
+    if len(found) > _SHOWN:
+        text += f" and {len(found) - _SHOWN:,} more"
+    alike = [key for key in found if (key.model, key.role) == (wanted.model, wanted.role)]
+    for name in _SPLITS:
+        sizes, size = {getattr(key, name)[1] for key in alike}, getattr(wanted, name)[1]
+        if sizes and size not in sizes:
+            there = " or ".join(str(one) for one in sorted(sizes))
+            text += f"; its {name} is {there}, not {size}, and a fork does not split weights anew"
+    return text

@@ -1,0 +1,109 @@
+"""URLs of seeds: what one looks like, and which one a seed may name to others as that of a rank."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import urllib.parse
+from typing import NamedTuple
+
+from tensorlift.errors import RequestError
+from tensorlift.format.quoting import quote
+
+__all__ = ["Place", "followed", "placed", "reached", "split_url"]
+
+_USER = re.compile(r"//[^/]*@")
+
+
+class Place(NamedTuple):
+    """Where a seed answers."""
+
+    scheme: str
+    host: str
+    """A name or an address, without brackets."""
+    port: int
+
+    @property
+    def url(self) -> str:
+        """In one text."""
+        return (
+            f"{self.scheme}://[{self.host}]:{self.port}"
+            if ":" in self.host
+            else (f"{self.scheme}://{self.host}:{self.port}")
+        )
+
+
+def split_url(url: str) -> Place:
+    """Raises RequestError for what is no URL of a seed. What stands before an @ is never shown."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or port is None or parts.scheme not in ("http", "https") or _has_more(parts):
+        raise RequestError(
+            f"{quote(_USER.sub('//', url))} is no URL of a seed; it looks like http://host:port"
+        )
+    return Place(parts.scheme, host, port)
+
+
+def _has_more(parts: urllib.parse.SplitResult) -> bool:
+    return bool(parts.path.strip("/") or parts.query or parts.fragment)
+
+
+def placed(url: str, front: str, seen: str, has_token: bool) -> str:
+    """The URL under which a front names a rank that joins from the address ``seen``; RequestError.
+
+    One that listens on all addresses is named by the address it came from, or, where that is this host, by
+    the front's own. Whoever knows the token may name any address; without one only his own, so that a
+    stranger cannot send forks elsewhere.
+    """
+    rank, own, peer = split_url(url), split_url(front), ipaddress.ip_address(seen)
+    if rank.scheme != own.scheme:
+        raise RequestError(
+            f"a rank behind {own.scheme}:// has to be {own.scheme}:// too, not {rank.scheme}://"
+        )
+    try:
+        address = ipaddress.ip_address(rank.host)
+    except ValueError:
+        raise RequestError("a rank is named by its address, not by a name") from None
+    if address.is_unspecified:
+        return rank.url if peer.is_loopback else rank._replace(host=seen).url
+    if address.is_loopback and not _is_loopback(own.host):
+        raise RequestError("a rank on loopback cannot be reached by all forks of this seed: give it a host=")
+    if not has_token and address != peer and not (address.is_loopback and peer.is_loopback):
+        raise RequestError(f"it comes from {seen}; without a token a rank can name no other address")
+    return rank.url
+
+
+def followed(url: str, front: str) -> str:
+    """Where a fork goes that a front has sent on to this URL; RequestError for where it does not go."""
+    rank, own = split_url(url), split_url(front)
+    if rank.scheme != own.scheme:
+        raise RequestError(f"{rank.url} is not {own.scheme}://, as the seed is that names it")
+    try:
+        address = ipaddress.ip_address(rank.host)
+    except ValueError:
+        raise RequestError(f"{quote(rank.host)} is a name, and seeds name addresses") from None
+    if address.is_unspecified:
+        return rank._replace(host=own.host).url
+    if address.is_loopback and not _is_loopback(own.host):
+        raise RequestError(f"{rank.url} is on the fork's own host, which another host cannot know")
+    return rank.url
+
+
+def reached(address: str, host: str) -> str:
+    """The host:port of an offer as whoever has reached its seed at ``host`` finds it."""
+    name, _, port = address.rpartition(":")
+    try:
+        everywhere = ipaddress.ip_address(name.strip("[]")).is_unspecified
+    except ValueError:
+        return address
+    return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") if everywhere else address
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
