@@ -172,7 +172,9 @@ def ask(
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "NONSENSE"])
-@pytest.mark.parametrize("path", ["/", "/v1/manifest", "/v1/leases/x"])
+@pytest.mark.parametrize(
+    "path", ["/", "/v1/manifest", "/v1/leases/x", "/v1/ranks", "/v1/ranks/x", "/metrics"]
+)
 @pytest.mark.parametrize("given", [None, "Bearer token", "Basic dDpr"])
 def test_a_stranger_is_told_401_and_nothing_else(
     seed: Seed, method: str, path: str, given: str | None
@@ -231,7 +233,7 @@ def test_strangers_who_say_nothing_do_not_hold_a_seed_up() -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "seed", "https://a:1", "http://a", "http://:1", "http://a:b", "http://a:99999", "http://a:1/x"],
+    ["", "seed", "ftp://a:1", "http://a", "http://:1", "http://a:b", "http://a:99999", "http://a:1/x"],
 )
 def test_what_is_no_url_of_a_seed(url: str) -> None:
     with pytest.raises(RequestError, match="is no URL of a seed; it looks like http://host:port"):
@@ -273,7 +275,7 @@ def answer(status: str, body: bytes, length: int | None = None) -> bytes:
         (answer("200 OK", b"{}", length=50), SeedError, "answers what no seed answers: '{}'"),
         (answer("200 OK", b"x" * ((1 << 20) + 1)), SeedError, "answers with more than 1,048,576 bytes"),
         (answer("429 No", b'{"reason": "full", "retry_seconds": 3}'), SeedError, "ask again in 3.0 s"),
-        (answer("410 No", b'{"reason": "\\u001b[31m"}'), SeedError, r"'\x1b[31m'"),
+        (answer("410 No", b'{"reason": "\\u001b[31m"}'), SeedError, r": \x1b[31m"),
     ],
 )
 def test_who_is_no_seed(said: bytes, error: type[Exception], says: str) -> None:
@@ -301,6 +303,18 @@ def test_a_token_is_in_no_message() -> None:
             with pytest.raises(SeedError, match="does not take this token") as caught:
                 client.manifest()
             assert "hush" not in str(caught.value)
+        assert "hush" not in repr(seed) + repr(client)
+    with pytest.raises(RequestError, match="is no URL of a seed") as refused:
+        SeedClient("http://user:hush@host:1/path")
+    assert "hush" not in str(refused.value)
+
+
+def test_a_seed_on_all_addresses() -> None:
+    """It does not know by which of them it is reached; who has reached it does."""
+    with Seed(model(), KEY, host="0.0.0.0", token="x") as seed:
+        into = model(1)
+        assert seed.url.startswith("http://0.0.0.0:")
+        assert set(read(SeedClient(seed.url.replace("0.0.0.0", "127.0.0.1"), "x"), into, "x")) == {Outcome.OK}
 
 
 @pytest.mark.parametrize(
@@ -308,6 +322,11 @@ def test_a_token_is_in_no_message() -> None:
     [
         ({"host": "0.0.0.0"}, RequestError, "give a token, or say insecure=True"),
         ({"limit": "fast"}, OptionError, "limit is 'fast'"),
+        ({"token": ""}, OptionError, 'token is ""'),
+        ({"token": "a\nb"}, OptionError, "cannot go into a header of HTTP"),
+        ({"tls": ("no", "files")}, OptionError, "tls is "),
+        ({"ca": "file", "join": "http://127.0.0.1:1"}, OptionError, "ca is for https://"),
+        ({"join": "nowhere"}, RequestError, "'nowhere' is no URL of a seed"),
         ({"host": "192.0.2.1", "token": "x"}, OSError, "assign requested address"),
     ],
 )

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import http.client
-import urllib.parse
+import ssl
 from typing import TypeVar
 
 import msgspec
 
-from tensorlift.errors import RequestError, SeedError
+from tensorlift.errors import ForkError, OptionError, RequestError, SeedError
 from tensorlift.forking.control import LeaseAnswer, LeaseRequest, RefusedAnswer, StateAnswer
-from tensorlift.forking.manifest import LONGEST_MANIFEST, Manifest, decode
+from tensorlift.forking.encryption import Ca, fork_context
+from tensorlift.forking.keys import checked_token, told_key, what_is_there
+from tensorlift.forking.manifest import LONGEST_MANIFEST, Manifest, ModelKey, decode
+from tensorlift.forking.ranks import JoinAnswer, JoinRequest, RanksAnswer
+from tensorlift.forking.urls import followed, reached, split_url
 from tensorlift.format.quoting import clean, quote
 
-__all__ = ["SeedClient"]
+__all__ = ["SeedClient", "UnreachableError"]
 
-_LONGEST_ANSWER = 1 << 20
+_LONGEST_ANSWER, _LONGEST_RANKS = 1 << 20, 8 << 20
 _WHY = {
     "full": "it has as many readers as it takes",
     "updating": "it updates its weights",
@@ -25,24 +29,61 @@ _WHY = {
 _T = TypeVar("_T")
 
 
+class UnreachableError(SeedError):
+    """Nobody has answered."""
+
+
 class SeedClient:
     """One seed. Each question is a connection of its own, so threads may ask at once."""
 
-    def __init__(self, url: str, token: str = "", seconds: float = 10.0) -> None:
-        """``seconds``: how long an answer may take. Raises RequestError for what is no URL of a seed."""
-        parts = urllib.parse.urlsplit(url)
-        try:
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host, port = None, None
-        if parts.scheme != "http" or not host or port is None or parts.path.strip("/"):
-            raise RequestError(f"{quote(url)} is no URL of a seed; it looks like http://host:port")
-        self.url = f"http://{parts.netloc.rpartition('@')[2]}"
-        self._host, self._port, self._token, self._seconds = host, port, token, seconds
+    def __init__(self, url: str, token: str = "", seconds: float = 10.0, ca: Ca | None = None) -> None:
+        """``seconds``: how long an answer may take; ``ca``: whom an https:// seed is trusted by.
+
+        Raises RequestError for what is no URL of a seed, OptionError.
+        """
+        self._place = split_url(url)
+        self.url = self._place.url
+        self._token, self._seconds = checked_token(token or None), seconds
+        self._context: ssl.SSLContext | None = None
+        if self._place.scheme == "https":
+            self._context = fork_context(ca)
+        elif ca is not None:
+            raise OptionError(f"ca is for https://, and {self.url} is read without TLS")
 
     def manifest(self) -> Manifest:
         """What it offers now. Raises SeedError, ManifestError."""
-        return decode(self._ask("GET", "/v1/manifest", longest=LONGEST_MANIFEST), self.url)
+        found = decode(self._ask("GET", "/v1/manifest", longest=LONGEST_MANIFEST), self.url)
+        host = self._place.host
+        offers = (
+            msgspec.structs.replace(one, address=reached(one.address, host)) for one in found.transports
+        )
+        return msgspec.structs.replace(found, transports=tuple(offers))
+
+    def peer(self, key: ModelKey) -> SeedClient:
+        """The seed behind this URL that has the key: this one or another rank's. Raises ForkError, SeedError.
+
+        The token goes to no host that somebody named who does not know it: see urls.placed().
+        """
+        ranks = self._decoded(self._ask("GET", "/v1/ranks", longest=_LONGEST_RANKS), RanksAnswer).ranks
+        for rank in ranks:
+            if rank.key == key:
+                return self._followed(rank.url) if rank.url else self
+        there = what_is_there([rank.key for rank in ranks], key)
+        raise ForkError(f"{self.url} does not have {told_key(key)}; there is {there}")
+
+    def _followed(self, url: str) -> SeedClient:
+        try:
+            return SeedClient(followed(url, self.url), self._token, self._seconds, self._context)
+        except RequestError as error:
+            raise SeedError(f"{self.url} names a seed that is not gone to: {error}") from None
+
+    def join(self, rank: JoinRequest) -> JoinAnswer:
+        """A rank stands behind this URL from now on. Raises SeedError."""
+        return self._decoded(self._ask("POST", "/v1/ranks", msgspec.json.encode(rank)), JoinAnswer)
+
+    def leave(self, instance: str) -> None:
+        """It does no more. Raises SeedError."""
+        self._ask("DELETE", f"/v1/ranks/{instance}")
 
     def state(self) -> StateAnswer:
         """Which instance it is, and at which epoch. Raises SeedError."""
@@ -66,14 +107,19 @@ class SeedClient:
         self, method: str, path: str, body: bytes | None = None, longest: int = _LONGEST_ANSWER
     ) -> bytes:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._seconds)
+        connection = self._connection()
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             found = answer.read(longest + 1)
+        except ssl.SSLCertVerificationError as error:
+            raise SeedError(
+                f"{self.url} shows a certificate that is not trusted here: {clean(error.verify_message)}; "
+                "give the file of who signed it as ca"
+            ) from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             said = clean(str(error)) or type(error).__name__
-            raise SeedError(f"{self.url} cannot be reached: {said}") from None
+            raise UnreachableError(f"{self.url} cannot be reached: {said}") from None
         finally:
             connection.close()
         if len(found) > longest:
@@ -81,6 +127,12 @@ class SeedClient:
         if answer.status in (200, 204):
             return found
         raise self._refusal(answer.status, found)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        _, host, port = self._place
+        if self._context is None:
+            return http.client.HTTPConnection(host, port, timeout=self._seconds)
+        return http.client.HTTPSConnection(host, port, timeout=self._seconds, context=self._context)
 
     def _refusal(self, status: int, body: bytes) -> SeedError:
         if status == 401:
@@ -91,7 +143,7 @@ class SeedClient:
             return SeedError(
                 f"{self.url} answers with status {status}: it is no seed of this version of tensorlift"
             )
-        why = _WHY.get(refused.reason, quote(refused.reason))
+        why = _WHY.get(refused.reason) or quote(refused.reason, 300)[1:-1]
         when = refused.retry_seconds
         return SeedError(
             f"{self.url}: {why}" + ("" if when is None else f"; ask again in {when:.1f} s"),

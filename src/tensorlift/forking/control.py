@@ -5,10 +5,15 @@
     POST   /v1/leases         {"seconds"} -> {"id", "epoch", "seconds"}
     POST   /v1/leases/ID      the same, for longer
     DELETE /v1/leases/ID
+    GET    /v1/ranks          {"ranks": [{"key", "url"}, ...]}: what is behind this URL; its own has no url
+    POST   /v1/ranks          {"instance", "key", "url"} -> {"seconds"}: another rank's, known for so long
+    DELETE /v1/ranks/INSTANCE
+    GET    /metrics           for Prometheus
 
 With a token every request has to have it (Authorization: Bearer), and whoever lacks it is told 401 and
 nothing else. 429: too many readers; 503: weights are being updated; both have a Retry-After. 410: the seed
-ends, or the lease has lapsed. All three have {"reason", "retry_seconds"} in their body.
+ends, or the lease has lapsed; 409: that rank cannot stand behind this URL. All four have {"reason",
+"retry_seconds"} in their body.
 """
 
 from __future__ import annotations
@@ -17,18 +22,24 @@ import hmac
 import http
 import math
 import socket
+import time
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 
 import msgspec
 
+from tensorlift.errors import RequestError
+from tensorlift.forking import metrics
 from tensorlift.forking.leases import Lease, LeaseRefusedError
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer, RankTable
+from tensorlift.forking.urls import placed
 
 __all__ = ["LeaseAnswer", "LeaseRequest", "Publication", "RefusedAnswer", "StateAnswer", "talk"]
 
 _IDLE_SECONDS = 30.0
 _LONGEST_BODY = 4096
-_LEASES = "/v1/leases"
+_LEASES, _RANKS = "/v1/leases", "/v1/ranks"
 _STATUS = {"full": 429, "updating": 503, "closed": 410, "lapsed": 410}
 
 
@@ -64,6 +75,16 @@ class Publication(Protocol):
     """What answers: the seed."""
 
     token: str
+    instance: str
+    key: ModelKey
+    ranks: RankTable
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+
+    def stats(self) -> dict[str, int]:
+        """What it counts."""
 
     def manifest(self) -> tuple[str, bytes]:
         """(ETag, compressed manifest); LeaseRefusedError while there is none."""
@@ -122,6 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
             more = {} if seconds is None else {"Retry-After": str(math.ceil(seconds))}
             body = msgspec.json.encode(RefusedAnswer(refused.reason, seconds))
             self._send(_STATUS[refused.reason], body, more)
+        except RequestError as refused:
+            self._send(409, msgspec.json.encode(RefusedAnswer(str(refused))))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             self._send(400, b"the body is not what is wanted here", close=True)
 
@@ -142,6 +165,14 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(304, more={"ETag": tag})
             else:
                 self._send(200, body, {"ETag": tag, "Content-Encoding": "gzip"})
+        elif self.path == _RANKS:
+            self._send(200, msgspec.json.encode(RanksAnswer(self.seed.ranks.ranks(time.monotonic()))))
+        elif self.path == "/metrics":
+            text = metrics.exposition(self.seed.key, self.seed.instance, self.seed.stats())
+            if text is None:
+                self._send(404, metrics.MISSING.encode())
+            else:
+                self._send(200, text, {"Content-Type": metrics.CONTENT_TYPE})
         else:
             self._send(404)
 
@@ -152,6 +183,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = self.rfile.read(int(length))
         base, slash, id = self.path.rpartition("/")
+        if self.path == _RANKS:
+            self._join(msgspec.json.decode(body, type=JoinRequest))
+            return
         if self.path == _LEASES:
             lease, seconds = self.seed.grant(msgspec.json.decode(body, type=LeaseRequest).seconds)
         elif slash and base == _LEASES:
@@ -161,12 +195,20 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._send(200, msgspec.json.encode(LeaseAnswer(lease.id, lease.epoch, seconds)))
 
+    def _join(self, asked: JoinRequest) -> None:
+        url = placed(asked.url, self.seed.url, self.client_address[0], bool(self.seed.token))
+        seconds = self.seed.ranks.put(asked.instance, Rank(asked.key, url), time.monotonic())
+        self._send(200, msgspec.json.encode(JoinAnswer(seconds)))
+
     def _delete(self) -> None:
         base, _, id = self.path.rpartition("/")
-        if base != _LEASES:
+        if base == _LEASES:
+            self.seed.release(id)
+        elif base == _RANKS:
+            self.seed.ranks.drop(id)
+        else:
             self._send(404)
             return
-        self.seed.release(id)
         self._send(204)
 
     def _send(

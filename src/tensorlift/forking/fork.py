@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from tensorlift.errors import ForkError, RequestError, SeedError
 from tensorlift.forking.client import SeedClient
+from tensorlift.forking.encryption import Ca
+from tensorlift.forking.keys import checked_key, checked_token, told_key
 from tensorlift.forking.manifest import Layout, Manifest, ModelKey, differences
 from tensorlift.forking.matching import copies_of, errands
 from tensorlift.forking.offering import Offering, named_tensors, offer, settle
@@ -33,6 +35,8 @@ class Forked:
     """Bytes that came from each seed and were kept."""
     moved_bytes: int
     """All that came, with what was thrown away."""
+    key: ModelKey
+    """Which weights these are; the model is a seed of the same ones now."""
     weights: str
     """The version that was taken."""
     left: tuple[str, ...] = ()
@@ -43,8 +47,9 @@ def fork_into(
     model: object,
     urls: str | Sequence[str],
     *,
-    token: str = "",
-    key: ModelKey | None = None,
+    token: str | None = None,
+    key: ModelKey | str | None = None,
+    ca: Ca | None = None,
     connections: int = 2,
     patience: float = 10.0,
     chunk_bytes: int = _CHUNK_BYTES,
@@ -52,26 +57,28 @@ def fork_into(
 ) -> Forked:
     """Fills the tensors of a model from one seed or several that offer the same weights.
 
-    key: which weights are wanted; without it those of the first seed. connections: to each seed. patience:
-    seconds that a seed may do nothing, or keep a fork waiting. Names, dtypes, shapes and strides are compared
-    before a byte is written; each chunk with its digest and its epoch. Raises ForkError, SeedError,
-    ManifestError, RequestError; after an error the tensors' contents are undefined.
+    key: which weights are wanted, of the seed or of another rank behind its URL; without it those of the
+    first seed. ca: a file of certificates (PEM) that https:// seeds are trusted by. connections: to each
+    seed. patience: seconds that a seed may do nothing, or keep a fork waiting. Names, dtypes, shapes and
+    strides are compared before a byte is written; each chunk with its digest and its epoch. Raises ForkError,
+    SeedError, ManifestError, RequestError, OptionError; after an error the tensors' contents are undefined.
     """
     begin = time.monotonic()
     named = named_tensors(model)
     ours = offer(named)
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
     settle(named)
-    clients = [SeedClient(url, token, patience) for url in ([urls] if isinstance(urls, str) else urls)]
+    secret, wanted = checked_token(token), None if key is None else checked_key(key)
+    clients = [SeedClient(url, secret, patience, ca) for url in ([urls] if isinstance(urls, str) else urls)]
     if not clients:
         raise RequestError("there is no seed to fork from; name one: http://host:port")
     left: dict[str, str] = {}
     moved = 0
     for _ in range(_ATTEMPTS):
-        sources = _sources(clients, key, ours, left)
+        sources = _sources(clients, wanted, ours, left)
         work = errands(copies_of(sources[0].manifest.tensors, ours.tensors, ours.memories), chunk_bytes)
         total = sum(errand.chunk.nbytes for errand in work)
-        reader = Reader(work, sources, token, connections, patience)
+        reader = Reader(work, sources, secret, connections, patience)
         reader.run(functools.partial(_tell, progress, total))
         moved += sum(reader.queue.moved_bytes.values())
         left |= {source.name: source.gone for source in sources if source.gone}
@@ -82,6 +89,7 @@ def fork_into(
                 seconds=time.monotonic() - begin,
                 by_source=by_source,
                 moved_bytes=moved,
+                key=sources[0].manifest.key,
                 weights=sources[0].manifest.weights,
                 left=tuple(f"{name}: {why}" for name, why in left.items()),
             )
@@ -107,6 +115,8 @@ def _sources(
     first: ForkError | None = None
     for client in clients:
         try:
+            if key is not None:
+                client = client.peer(key)
             manifest = client.manifest()
             _check(client, manifest, key, layouts)
         except ForkError as error:
@@ -126,7 +136,8 @@ def _sources(
 def _check(client: SeedClient, manifest: Manifest, key: ModelKey | None, layouts: Sequence[Layout]) -> None:
     if key is not None and manifest.key != key:
         raise ForkError(
-            f"{client.url} has {manifest.key}, wanted is {key}; name a seed of the same model and ranks"
+            f"{client.url} has {told_key(manifest.key)}, wanted is {told_key(key)}; name a seed of the same "
+            "model and ranks"
         )
     if unlike := differences(manifest, layouts):
         raise ForkError(f"{client.url} has other weights than the model here: " + "; ".join(unlike))

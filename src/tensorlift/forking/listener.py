@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 
 __all__ = ["Listener"]
 
+_HANDSHAKE_SECONDS = 10.0
+
 
 class Listener:
     """Accepts connections and hands each to ``talk`` on a thread of its own."""
 
-    def __init__(self, host: str, port: int, talk: Callable[[socket.socket], object], most: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        talk: Callable[[socket.socket], object],
+        most: int,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         """Listens; accepts from start() on. ``most``: threads at once, more connections are sent away.
+        ``tls``: talked under it.
 
         ``talk`` may detach the socket; else it is closed when that returns. It has to end when the socket is
         shut down, and raises OSError at most. Raises OSError where nobody can listen there.
         """
-        self._talk = talk
+        self._talk, self._tls = talk, tls
         self._ending = threading.Event()
         self._free = threading.BoundedSemaphore(most)
         self._lock = threading.Lock()
@@ -52,7 +63,8 @@ class Listener:
             talking = dict(self._talking)
             for peer in talking.values():
                 with contextlib.suppress(OSError):
-                    peer.shutdown(socket.SHUT_RDWR)
+                    # The socket's alone: TLS would be taken away below the thread that talks.
+                    socket.socket.shutdown(peer, socket.SHUT_RDWR)
         for thread in talking:
             thread.join()
 
@@ -77,12 +89,28 @@ class Listener:
                 self._done(thread, peer)
 
     def _run(self, peer: socket.socket) -> None:
+        thread = threading.current_thread()
         try:
+            if self._tls is not None:
+                peer = self._encrypted(thread, peer, self._tls)
             self._talk(peer)
         except OSError:
             pass  # the peer is gone
         finally:
-            self._done(threading.current_thread(), peer)
+            self._done(thread, peer)
+
+    def _encrypted(self, thread: threading.Thread, peer: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
+        peer.settimeout(_HANDSHAKE_SECONDS)
+        # close() has to find one of both that has the descriptor.
+        with self._lock:
+            wrapped = tls.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
+            self._talking[thread] = wrapped
+        try:
+            wrapped.do_handshake()
+        except BaseException:
+            wrapped.close()
+            raise
+        return wrapped
 
     def _done(self, thread: threading.Thread, peer: socket.socket) -> None:
         with self._lock:

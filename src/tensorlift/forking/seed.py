@@ -9,11 +9,16 @@ import time
 from collections.abc import Iterator
 
 from tensorlift.errors import RequestError
+from tensorlift.forking.client import SeedClient
 from tensorlift.forking.control import StateAnswer, talk
+from tensorlift.forking.encryption import Ca, Tls, seed_context
+from tensorlift.forking.joining import Joined
+from tensorlift.forking.keys import checked_key, checked_token, told_key
 from tensorlift.forking.leases import Lease, Leases
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Manifest, ModelKey, Offer, encode, layout_digest
 from tensorlift.forking.offering import named_tensors, offer, settle
+from tensorlift.forking.ranks import JoinRequest, RankTable
 from tensorlift.forking.tcp import TcpServer
 from tensorlift.forking.throttle import parse_limit
 
@@ -35,21 +40,29 @@ class Seed:
     def __init__(
         self,
         model: object,
-        key: ModelKey,
+        key: ModelKey | str,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        token: str = "",
+        token: str | None = None,
         insecure: bool = False,
         limit: str | None = None,
         readers: int = 8,
         weights: str = "",
+        tls: Tls | None = None,
+        join: str | None = None,
+        ca: Ca | None = None,
+        join_timeout: float = 10.0,
     ) -> None:
         """Begins. ``limit``: such as "2GB/s"; ``readers``: forks at once; ``weights``: the version of them.
 
-        Raises RequestError for weights that cannot be offered and for an address that others reach without a
-        token, OptionError, OSError where nobody can listen there.
+        tls: (file of certificates, file of their key), or an ssl.SSLContext, for what is asked over HTTP.
+        join: the URL of another seed, of the same token, that names this one to forks which want its key; ca:
+        a file of certificates to trust that one by; join_timeout: seconds it may not be there yet. Raises
+        RequestError for weights that cannot be offered and for an address that others reach without a token,
+        OptionError, SeedError where it cannot join, OSError where nobody can listen there.
         """
+        token = checked_token(token)
         if host not in _LOOPBACK and not token and not insecure:
             raise RequestError(
                 f"a seed on {host} is open to whoever reaches it: give a token, or say insecure=True"
@@ -57,16 +70,22 @@ class Seed:
         self._named = named_tensors(model)
         self._offering = offer(self._named)
         settle(self._named)
-        self.token, self.key, self._weights = token, key, weights
+        self.token, self.key, self._weights = token, checked_key(key), weights
+        self.ranks = RankTable(self.key)
+        encrypted = seed_context(tls)
+        self._scheme = "http" if encrypted is None else "https"
+        front = None if join is None else SeedClient(join, token, ca=ca)
         self.instance = secrets.token_hex(16)
         self._leases = Leases(readers, _LONGEST_LEASE)
         self._changed = threading.Condition()
         rate = parse_limit(limit, "limit", 0.0)
-        self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS)
+        self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS, encrypted)
         try:
             self._tcp = TcpServer(self._offering.memories, self._is_live, host=host, token=token, limit=rate)
             self._publish()
             self._http.start()
+            if front is not None:
+                self._joined = Joined(front, JoinRequest(self.instance, self.key, self.url), join_timeout)
         except BaseException:
             self.close()
             raise
@@ -74,7 +93,7 @@ class Seed:
     @property
     def url(self) -> str:
         """Where forks ask."""
-        return f"http://{self._http.address}"
+        return f"{self._scheme}://{self._http.address}"
 
     def _publish(self) -> None:
         offering = self._offering
@@ -146,13 +165,20 @@ class Seed:
             self._changed.wait(min(end, self._leases.next_end(now)) - now)
 
     def stats(self) -> dict[str, int]:
-        """readers now, refused_leases, and what the transport counts: see TcpServer.stats()."""
+        """epoch and readers now, refused_leases, and what the transport counts: see TcpServer.stats()."""
         with self._changed:
-            leases = {"readers": self._leases.live(time.monotonic()), "refused_leases": self._leases.refused}
+            leases = {
+                "epoch": self._leases.epoch,
+                "readers": self._leases.live(time.monotonic()),
+                "refused_leases": self._leases.refused,
+            }
         return leases | self._tcp.stats()
 
     def close(self, timeout: float = 0.0) -> None:
         """Ends all readers, at once or after as many seconds as they may have to end; frees the weights."""
+        joined = getattr(self, "_joined", None)
+        if joined is not None:
+            joined.close()
         with self._changed:
             self._leases.close()
             self._wait_for_readers(timeout)
@@ -161,6 +187,10 @@ class Seed:
         if tcp is not None:
             tcp.close()
         self._named = []
+
+    def __repr__(self) -> str:
+        """Which weights, and where."""
+        return f"<Seed of {told_key(self.key)} at {self.url}>"
 
     def __enter__(self) -> Seed:
         return self

@@ -1,0 +1,59 @@
+"""A rank that stands behind the URL of another seed: it joins, says now and then that it is there, leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from tensorlift.errors import SeedError
+from tensorlift.forking.client import SeedClient, UnreachableError
+from tensorlift.forking.ranks import JoinRequest
+
+__all__ = ["Joined"]
+
+_BETWEEN_TRIES = 0.2
+# However a front counts: no rank asks without a rest, and none rests for ever.
+_SHORTEST_REST, _LONGEST_REST = 1.0, 600.0
+
+
+class Joined:
+    """From its beginning until close() the front knows this rank, and again after it was away."""
+
+    def __init__(self, front: SeedClient, rank: JoinRequest, seconds: float) -> None:
+        """``seconds``: how long the front may not be there yet. Raises SeedError."""
+        self._front, self._rank = front, rank
+        self._ending = threading.Event()
+        rest = self._first(time.monotonic() + seconds)
+        self._thread = threading.Thread(
+            target=self._stay, args=[rest], name="tensorlift-seed-joined", daemon=True
+        )
+        self._thread.start()
+
+    def _first(self, end: float) -> float:
+        while True:
+            try:
+                return self._joined()
+            except UnreachableError:
+                if time.monotonic() + _BETWEEN_TRIES >= end:
+                    raise
+                time.sleep(_BETWEEN_TRIES)
+
+    def _joined(self) -> float:
+        """Seconds until it should be said again."""
+        return min(max(_SHORTEST_REST, self._front.join(self._rank).seconds / 3), _LONGEST_REST)
+
+    def _stay(self, rest: float) -> None:
+        while not self._ending.wait(rest):
+            # A front that is away may come back on the same port, and knows nobody then.
+            with contextlib.suppress(SeedError):
+                rest = self._joined()
+
+    def close(self) -> None:
+        """The front is told, where it is there."""
+        if self._ending.is_set():
+            return
+        self._ending.set()
+        self._thread.join()
+        with contextlib.suppress(SeedError):
+            self._front.leave(self._rank.instance)

@@ -1,0 +1,54 @@
+"""What a seed counts, as Prometheus reads it. The package prometheus-client is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from tensorlift.forking.manifest import ModelKey
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+__all__ = ["CONTENT_TYPE", "MISSING", "exposition"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MISSING = "the package prometheus-client is not there: pip install 'tensorlift[metrics]'"
+
+_COUNTERS = {
+    "sent_bytes": "Bytes of weights that were sent.",
+    "sent_chunks": "Chunks of weights that were sent.",
+    "refused_chunks": "Chunks that were not sent: the weights are of another epoch, or are being changed.",
+    "stale_chunks": "Chunks that were sent while the weights changed, so that readers throw them away.",
+    "bad_requests": "Requests for chunks that are none.",
+    "refused_leases": "Leases that were not given or not prolonged.",
+}
+_GAUGES = {
+    "readers": "Forks that hold a lease.",
+    "connections": "Connections that chunks go over.",
+    "epoch": "How often the weights have changed.",
+}
+
+
+def exposition(key: ModelKey, instance: str, stats: Mapping[str, int]) -> bytes | None:
+    """What Seed.stats() says, in Prometheus' text format; None where prometheus-client is not installed."""
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+        from prometheus_client.registry import Collector
+    except ImportError:
+        return None
+    labels = {"model": key.model, "revision": key.revision, "role": key.role, "instance_id": instance}
+    labels |= {name: "/".join(map(str, getattr(key, name))) for name in ("tp", "pp", "ep")}
+
+    class Counted(Collector):
+        def collect(self) -> Iterator[Metric]:
+            yield InfoMetricFamily("tensorlift_seed", "Which weights these are.", value=labels)
+            for name, text in _COUNTERS.items():
+                yield CounterMetricFamily(f"tensorlift_seed_{name}", text, value=stats[name])
+            for name, text in _GAUGES.items():
+                yield GaugeMetricFamily(f"tensorlift_seed_{name}", text, value=stats[name])
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Counted())
+    return generate_latest(registry)
