@@ -4,6 +4,7 @@
     with tensorlift.open(path, device="cuda:0") as weights:
         for name, tensor in weights: ...
     tensorlift.load_into(model, path)
+    seed = tensorlift.seed(model, key="org/model"); tensorlift.fork(seed.url, into=other)
 
 Importing this package loads neither torch nor the native library, and starts nothing.
 """
@@ -23,14 +24,17 @@ from tensorlift.errors import (
     DriverError,
     DtypeError,
     FileError,
+    ForkError,
     HeaderError,
     LibraryError,
     MachineError,
+    ManifestError,
     MismatchError,
     OptionError,
     OutOfMemoryError,
     ReadError,
     RequestError,
+    SeedError,
     TensorliftError,
     TensorNotFoundError,
     TruncatedError,
@@ -41,6 +45,10 @@ from tensorlift.stats import LoadStats
 if TYPE_CHECKING:
     from tensorlift.compat import load_file, safe_open
     from tensorlift.engine.engine import release_pinned
+    from tensorlift.forking.fork import Forked
+    from tensorlift.forking.manifest import ModelKey
+    from tensorlift.forking.seed import Seed
+    from tensorlift.instances import fork, seed
     from tensorlift.loading import load, load_into, open  # noqa: A004 - its public name
     from tensorlift.tensors.memory import record_stream
     from tensorlift.weights import Weights
@@ -54,21 +62,28 @@ __all__ = [
     "DriverError",
     "DtypeError",
     "FileError",
+    "ForkError",
+    "Forked",
     "HeaderError",
     "LibraryError",
     "LoadOptions",
     "LoadStats",
     "MachineError",
+    "ManifestError",
     "MismatchError",
+    "ModelKey",
     "OptionError",
     "OutOfMemoryError",
     "ReadError",
     "RequestError",
+    "Seed",
+    "SeedError",
     "TensorNotFoundError",
     "TensorliftError",
     "TruncatedError",
     "Weights",
     "__version__",
+    "fork",
     "load",
     "load_file",
     "load_into",
@@ -76,10 +91,15 @@ __all__ = [
     "record_stream",
     "release_pinned",
     "safe_open",
+    "seed",
 ]
 
 _LATER = {
+    "Forked": "forking.fork",
+    "ModelKey": "forking.manifest",
+    "Seed": "forking.seed",
     "Weights": "weights",
+    "fork": "instances",
     "load": "loading",
     "load_file": "compat",
     "load_into": "loading",
@@ -87,6 +107,7 @@ _LATER = {
     "record_stream": "tensors.memory",
     "release_pinned": "engine.engine",
     "safe_open": "compat",
+    "seed": "instances",
 }
 
 try:

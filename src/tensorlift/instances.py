@@ -1,0 +1,52 @@
+"""`seed` and `fork`: weights out of a running instance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tensorlift.forking.fork import Forked, fork_into
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.seed import Seed
+
+__all__ = ["fork", "seed"]
+
+
+def seed(
+    model: object,
+    *,
+    key: ModelKey | str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    limit: str | None = None,
+    **options: Any,
+) -> Seed:
+    """Offers the weights of a model to forks, at its ``url``, until it is closed.
+
+    model: a torch.nn.Module (parameters, buffers, derived tensors) or a dict of tensors. key: which weights
+    they are; the name of a model stands for ModelKey(model=name), a whole one. token: what forks have to
+    know; needed where host is not loopback. limit: such as "2GB/s". join: the URL of another seed, behind
+    which this one stands as another rank or role. Other options are those of Seed. Raises RequestError,
+    OptionError, SeedError where another seed cannot be joined, OSError where nobody can listen there.
+    """
+    return Seed(model, key, host=host, port=port, token=token, limit=limit, **options)
+
+
+def fork(
+    source: str | Sequence[str],
+    *,
+    into: object,
+    token: str | None = None,
+    key: ModelKey | str | None = None,
+    **options: Any,
+) -> Forked:
+    """Fills the tensors of a model from a running instance.
+
+    source: the URL of a seed, or of several with the same weights, of which all are read at once. into: a
+    torch.nn.Module or a dict of tensors, with the names, dtypes, shapes and strides of the seed's. key: which
+    weights of the instance are wanted (rank, role); without it those of the seed itself. Other options are
+    those of forking.fork.fork_into. Raises ForkError, SeedError, ManifestError, RequestError, OptionError;
+    after an error the contents of the tensors are undefined.
+    """
+    return fork_into(into, source, token=token, key=key, **options)

@@ -1,0 +1,144 @@
+"""The public face of forks: one URL for all ranks of an instance, and forks that are seeds at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorlift
+from support import leaks
+from support.instance import ROLES, weights
+
+PATHS = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+
+def started(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "support.instance", *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": PATHS},
+    )
+
+
+@contextlib.contextmanager
+def rank_of_seed(*arguments: object) -> Iterator[tuple[list[str], subprocess.Popen[str]]]:
+    """(its URLs, the process), which ends behind it."""
+    with started("seed", *arguments) as process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline()), process
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
+                process.communicate("", timeout=60)
+            process.kill()
+
+
+def sent(process: subprocess.Popen[str]) -> list[int]:
+    return json.loads(process.communicate("", timeout=60)[0])
+
+
+def forked(size: int, front: str) -> list[dict[str, Any]]:
+    processes = [started("fork", rank, size, front) for rank in range(2)]
+    return [json.loads(process.communicate("", timeout=110)[0]) for process in processes]
+
+
+def test_two_ranks_with_a_target_and_a_draft_behind_one_url() -> None:
+    """Each rank of the fork gets its own rank's bytes, and no others pass."""
+    with rank_of_seed(0, 2) as (first, front), rank_of_seed(1, 2, first[0]) as (second, other):
+        for rank, (told, urls) in enumerate(zip(forked(2, first[0]), (first, second), strict=True)):
+            for role, url in zip(ROLES, urls, strict=True):
+                nbytes = sum(tensor.nbytes for tensor in weights(role, rank).values())
+                assert told[role] == {"right": True, "by_source": {url: nbytes}}
+        expected = [sum(tensor.nbytes for tensor in weights(role, 0).values()) for role in ROLES]
+        assert sent(other) == sent(front) == expected
+
+
+def test_ranks_that_are_not_there() -> None:
+    with rank_of_seed(0, 2) as (urls, _):
+        there, missing = forked(2, urls[0])
+        assert all(there[role]["right"] for role in ROLES)
+        for role in ROLES:
+            assert missing[role]["error"] == (
+                f"{urls[0]} does not have 'org/model' ({role}, tp 1 of 2); there is "
+                "'org/model' (target, tp 0 of 2), 'org/model' (draft, tp 0 of 2)"
+            )
+        for told in forked(4, urls[0]):
+            for role in ROLES:
+                assert told[role]["error"].endswith(
+                    "; its tp is 2, not 4, and a fork does not split weights anew"
+                )
+
+
+class Model(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(30, 40) for _ in range(4))
+            self.tied = torch.nn.Linear(30, 40, bias=False)
+        self.tied.weight = self.layers[0].weight
+        self.register_buffer("steps", torch.tensor(seed), persistent=False)
+
+
+def same(one: Model, other: Model) -> bool:
+    mine, theirs = ({**m.state_dict(), "steps": m.steps} for m in (one, other))
+    return all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_tree_of_eight() -> None:
+    """Each fork is a seed at once, with regions numbered alike: later ones read from all before them."""
+    with leaks.nothing_left(), contextlib.ExitStack() as opened:
+        urls = [opened.enter_context(tensorlift.seed(Model(1), key="m", weights="v3", token="t")).url]
+        for number in range(2, 9):
+            model = Model(number)
+            parents = [urls[number // 2 - 1], urls[number // 2 - 2]] if number > 3 else urls[0]
+            came = tensorlift.fork(parents, into=model, token="t", key="m", chunk_bytes=1000, patience=60)
+            assert same(model, Model(1))
+            assert came.left == ()
+            assert set(came.by_source) <= {*parents} if number > 3 else {urls[0]}
+            seed = tensorlift.seed(model, key=came.key, weights=came.weights, token="t")
+            urls.append(opened.enter_context(seed).url)
+        model = Model(9)
+        assert tensorlift.fork(urls, into=model, token="t", patience=60).left == ()
+        assert same(model, Model(1))
+
+
+def test_a_seed_and_its_fork_at_once() -> None:
+    """A to B to C, where C reads from A and from B, each of which is slow."""
+    with tensorlift.seed(Model(1), key="m", limit="60KB/s") as first:
+        model = Model(2)
+        came = tensorlift.fork(first.url, into=model)
+        with tensorlift.seed(model, key=came.key, weights=came.weights, limit="60KB/s") as second:
+            last = Model(3)
+            result = tensorlift.fork([first.url, second.url], into=last, chunk_bytes=1000, patience=60)
+            assert same(last, Model(1))
+            assert set(result.by_source) == {first.url, second.url}
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(tensorlift.OptionError, match="key is ''; expected the name of a model"):
+        tensorlift.seed(Model(1), key="")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tokken'"):
+        tensorlift.seed(Model(1), key="m", tokken="t")
+    for bad in ("", "two words"):
+        with pytest.raises(tensorlift.OptionError, match="token ") as caught:
+            tensorlift.fork("http://127.0.0.1:1", into=Model(1), token=bad)
+        assert "two words" not in str(caught.value)
+
+
+def test_nothing_shows_the_token() -> None:
+    with tensorlift.seed(Model(1), key="m", token="hush") as seed:
+        assert repr(seed) == f"<Seed of 'm' (target) at {seed.url}>"
+        came = tensorlift.fork(seed.url, into=Model(2), token="hush")
+        assert "hush" not in repr(came) + repr(seed.stats())
