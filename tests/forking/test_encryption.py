@@ -96,7 +96,8 @@ def test_what_is_no_tls(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
     context = seed_context((chain, secret))
     assert seed_context(context) is context
     assert seed_context(None) is None
-    assert fork_context(trusting := ssl.create_default_context(cafile=ca)) is trusting
+    trusting = ssl.create_default_context(cafile=ca)
+    assert fork_context(trusting) is trusting
     other = tmp_path / "other.pem"
     trustme.CA().issue_cert("127.0.0.1").private_key_pem.write_to_path(other)
     for bad in [(chain, other), (chain,), (chain, chain), ("no", "files"), 5]:
@@ -105,5 +106,9 @@ def test_what_is_no_tls(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
     for nothing in ("nowhere", secret, 5):
         with pytest.raises(OptionError, match=r"ca is .*; expected a file of certificates"):
             fork_context(nothing)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="tls is a context for clients"):
+        seed_context(trusting)
+    with pytest.raises(OptionError, match="ca is a context for servers"):
+        fork_context(context)
     with pytest.raises(OptionError, match=r"ca is for https://, and http://a:1 is read without TLS"):
         SeedClient("http://a:1", ca=ca)

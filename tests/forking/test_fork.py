@@ -14,7 +14,7 @@ import torch
 
 from support import leaks
 from tensorlift.engine.abi_fork import Outcome
-from tensorlift.errors import ForkError, RequestError, SeedError
+from tensorlift.errors import ForkError, ManifestError, RequestError, SeedError
 from tensorlift.forking import reader
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
@@ -224,6 +224,13 @@ def test_seeds_of_other_weights_are_left_behind(seed: Seed) -> None:
         result.left[1]
         == f"{newer.url}: it has other weights than the first seed, or has them in other regions"
     )
+
+
+def test_a_manifest_that_offers_what_is_no_address(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(seed._tcp), "address", property(lambda server: "somewhere"))
+    seed._publish()
+    with pytest.raises(ManifestError, match="offers tcp where nobody can be: 'http://somewhere' is no URL"):
+        fork_into(Model(2), seed.url)
 
 
 def test_tokens() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_a_rank_that_has_died(front: Seed) -> None:
     """As long as the front has not noticed; another instance of the same weights has that rank too."""
     dead = JoinRequest("a" * 32, key(1), "http://127.0.0.1:9")
     SeedClient(front.url, TOKEN).join(dead)
-    with pytest.raises(SeedError, match=r"^http://127.0.0.1:9 cannot be reached: "):
+    with pytest.raises(SeedError, match=r"^http://127.0.0.1:9 cannot be reached: .*names it for 'm'"):
         fork_into(weights(9), front.url, token=TOKEN, key=key(1))
     with Seed(weights(5), key(0), token=TOKEN) as other, behind(other, 6, key(1)) as rank:
         into = weights(9)
@@ -123,11 +124,63 @@ def test_a_front_that_was_away(monkeypatch: pytest.MonkeyPatch) -> None:
             assert SeedClient(again.url, TOKEN).peer(key(1)).url == rank.url
 
 
+def test_idle_seeds_sleep(front: Seed) -> None:
+    """No thread of theirs runs from one look to the next."""
+
+    def runs() -> list[str]:
+        status = [
+            Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+            for thread in threading.enumerate()
+            if thread.name.startswith("tensorlift-seed")
+        ]
+        return [line for text in status for line in text.splitlines() if "ctxt_switches" in line]
+
+    with behind(front, 1, key(1)):
+        fork_into(weights(9), front.url, token=TOKEN, key=key(1))
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            before = runs()
+            time.sleep(1)
+            if runs() == before:
+                break
+        assert len(before) == 2 * 5  # each accepts for HTTP and for chunks; one renews
+        assert runs() == before
+
+
 def test_a_front_that_sends_forks_elsewhere(front: Seed) -> None:
     """Were it to: they do not go, and tell nobody the token."""
     front.ranks.put("a" * 32, ranks.Rank(key(1), "http://evil.example:80"), time.monotonic())
     with pytest.raises(SeedError, match=r"names a seed that is not gone to: 'evil.example' is a name"):
         fork_into(weights(9), front.url, token=TOKEN, key=key(1))
+
+
+def test_ranks_on_all_addresses() -> None:
+    """They are found by the address that the fork knows the front by."""
+    with (
+        Seed(weights(0), key(0), host="0.0.0.0", token=TOKEN) as wide,
+        Seed(weights(1), key(1), host="0.0.0.0", token=TOKEN, join=here(wide)) as rank,
+    ):
+        result = fork_into(weights(9), here(wide), token=TOKEN, key=key(1))
+        assert set(result.by_source) == {here(rank)}
+        with pytest.raises(SeedError, match="a rank on loopback cannot be reached by all forks of this seed"):
+            Seed(weights(1), key(1, "draft"), token=TOKEN, join=here(wide))
+
+
+def here(seed: Seed) -> str:
+    return seed.url.replace("0.0.0.0", "127.0.0.1")
+
+
+def test_addresses_of_version_six() -> None:
+    try:
+        wide = Seed(weights(0), key(0), host="::", token=TOKEN)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    front_url = wide.url.replace("[::]", "[::1]")
+    with wide, Seed(weights(1), key(1), host="::", token=TOKEN, join=front_url) as rank:
+        into = weights(9)
+        result = fork_into(into, front_url, token=TOKEN, key=key(1))
+        assert (into["a"] == 1).all()
+        assert set(result.by_source) == {rank.url.replace("[::]", "[::1]")}
 
 
 def test_an_open_front_takes_ranks_from_where_they_are() -> None:
@@ -139,5 +192,7 @@ def test_an_open_front_takes_ranks_from_where_they_are() -> None:
             client.join(JoinRequest("not an instance", key(1), "http://127.0.0.1:1"))
         client.join(JoinRequest("a" * 32, key(1), "http://127.0.0.1:1"))
         client.leave("a" * 32)
+        with pytest.raises(SeedError, match="a request has a Content-Length of at most 4,096 bytes"):
+            client.join(JoinRequest("a" * 32, ModelKey(model="m" * 4096), "http://127.0.0.1:1"))
         with pytest.raises(ForkError, match="does not have"):
             client.peer(key(1))

@@ -76,6 +76,7 @@ def test_where_a_fork_goes() -> None:
         ("http://10.0.0.5:1", "is not https://, as the seed is that names it"),
         ("https://evil.example:1", "'evil.example' is a name, and seeds name addresses"),
         ("https://127.0.0.1:1", "is on the fork's own host"),
+        ("https://[fe80::1%25eth0]:1", "is a name, and seeds name addresses"),
         ("https://a:b", "is no URL of a seed"),
     ],
 )
@@ -87,5 +88,8 @@ def test_where_a_fork_does_not_go(url: str, says: str) -> None:
 def test_offers() -> None:
     assert reached("0.0.0.0:7", "node4") == "node4:7"
     assert reached("[::]:7", "fd00::4") == "[fd00::4]:7"
-    for other in ("10.0.0.4:7", "[fd00::4]:7", "a name", ""):
+    for other in ("10.0.0.4:7", "[fd00::4]:7"):
         assert reached(other, "node4") == other
+    for bad in ("", "a name", "node4:7", "10.0.0.4", "10.0.0.4:99999", "[fe80::1%eth0]:7", "10.0.0.4:7/x"):
+        with pytest.raises(RequestError, match="is no "):
+            reached(bad, "node4")

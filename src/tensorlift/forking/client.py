@@ -8,12 +8,12 @@ from typing import TypeVar
 
 import msgspec
 
-from tensorlift.errors import ForkError, OptionError, RequestError, SeedError
+from tensorlift.errors import ForkError, ManifestError, OptionError, RequestError, SeedError
 from tensorlift.forking.control import LeaseAnswer, LeaseRequest, RefusedAnswer, StateAnswer
 from tensorlift.forking.encryption import Ca, fork_context
 from tensorlift.forking.keys import checked_token, told_key, what_is_there
-from tensorlift.forking.manifest import LONGEST_MANIFEST, Manifest, ModelKey, decode
-from tensorlift.forking.ranks import JoinAnswer, JoinRequest, RanksAnswer
+from tensorlift.forking.manifest import LONGEST_MANIFEST, Manifest, ModelKey, Offer, decode
+from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer
 from tensorlift.forking.urls import followed, reached, split_url
 from tensorlift.format.quoting import clean, quote
 
@@ -44,6 +44,7 @@ class SeedClient:
         self._place = split_url(url)
         self.url = self._place.url
         self._token, self._seconds = checked_token(token or None), seconds
+        self._named = ""
         self._context: ssl.SSLContext | None = None
         if self._place.scheme == "https":
             self._context = fork_context(ca)
@@ -53,11 +54,17 @@ class SeedClient:
     def manifest(self) -> Manifest:
         """What it offers now. Raises SeedError, ManifestError."""
         found = decode(self._ask("GET", "/v1/manifest", longest=LONGEST_MANIFEST), self.url)
-        host = self._place.host
-        offers = (
-            msgspec.structs.replace(one, address=reached(one.address, host)) for one in found.transports
-        )
-        return msgspec.structs.replace(found, transports=tuple(offers))
+        try:
+            offers = tuple(self._reached(offer) for offer in found.transports)
+        except RequestError as error:
+            raise ManifestError(f"{self.url}: the manifest offers tcp where nobody can be: {error}") from None
+        return msgspec.structs.replace(found, transports=offers)
+
+    def _reached(self, offer: Offer) -> Offer:
+        """A seed that listens on all addresses does not know by which it is reached."""
+        if offer.kind != "tcp":
+            return offer
+        return Offer(offer.kind, reached(offer.address, self._place.host))
 
     def peer(self, key: ModelKey) -> SeedClient:
         """The seed behind this URL that has the key: this one or another rank's. Raises ForkError, SeedError.
@@ -67,15 +74,17 @@ class SeedClient:
         ranks = self._decoded(self._ask("GET", "/v1/ranks", longest=_LONGEST_RANKS), RanksAnswer).ranks
         for rank in ranks:
             if rank.key == key:
-                return self._followed(rank.url) if rank.url else self
+                return self._followed(rank) if rank.url else self
         there = what_is_there([rank.key for rank in ranks], key)
         raise ForkError(f"{self.url} does not have {told_key(key)}; there is {there}")
 
-    def _followed(self, url: str) -> SeedClient:
+    def _followed(self, rank: Rank) -> SeedClient:
         try:
-            return SeedClient(followed(url, self.url), self._token, self._seconds, self._context)
+            found = SeedClient(followed(rank.url, self.url), self._token, self._seconds, self._context)
         except RequestError as error:
             raise SeedError(f"{self.url} names a seed that is not gone to: {error}") from None
+        found._named = f" ({self.url} names it for {told_key(rank.key)})"
+        return found
 
     def join(self, rank: JoinRequest) -> JoinAnswer:
         """A rank stands behind this URL from now on. Raises SeedError."""
@@ -119,7 +128,7 @@ class SeedClient:
             ) from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             said = clean(str(error)) or type(error).__name__
-            raise UnreachableError(f"{self.url} cannot be reached: {said}") from None
+            raise UnreachableError(f"{self.url} cannot be reached: {said}{self._named}") from None
         finally:
             connection.close()
         if len(found) > longest:

@@ -179,7 +179,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _post(self) -> None:
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit() and int(length) <= _LONGEST_BODY):
-            self._send(413, close=True)
+            refused = RefusedAnswer(f"a request has a Content-Length of at most {_LONGEST_BODY:,} bytes")
+            self._send(413, msgspec.json.encode(refused), close=True)
             return
         body = self.rfile.read(int(length))
         base, slash, id = self.path.rpartition("/")

@@ -16,6 +16,8 @@ Ca = str | os.PathLike[str] | ssl.SSLContext
 
 def seed_context(tls: Tls | None) -> ssl.SSLContext | None:
     """Of (file of certificates, file of the key), both PEM. Raises OptionError."""
+    if isinstance(tls, ssl.SSLContext) and tls.protocol == ssl.PROTOCOL_TLS_CLIENT:
+        raise OptionError("tls is a context for clients; make one with ssl.Purpose.CLIENT_AUTH")
     if tls is None or isinstance(tls, ssl.SSLContext):
         return tls
     try:
@@ -33,6 +35,8 @@ def seed_context(tls: Tls | None) -> ssl.SSLContext | None:
 
 def fork_context(ca: Ca | None) -> ssl.SSLContext:
     """That trusts who signed with what is in a file (PEM), or whom the system trusts. Raises OptionError."""
+    if isinstance(ca, ssl.SSLContext) and ca.protocol == ssl.PROTOCOL_TLS_SERVER:
+        raise OptionError("ca is a context for servers; make one with ssl.Purpose.SERVER_AUTH")
     if isinstance(ca, ssl.SSLContext):
         return ca
     try:

@@ -63,10 +63,9 @@ def placed(url: str, front: str, seen: str, has_token: bool) -> str:
         raise RequestError(
             f"a rank behind {own.scheme}:// has to be {own.scheme}:// too, not {rank.scheme}://"
         )
-    try:
-        address = ipaddress.ip_address(rank.host)
-    except ValueError:
-        raise RequestError("a rank is named by its address, not by a name") from None
+    address = _address(rank.host)
+    if address is None:
+        raise RequestError("a rank is named by its address, not by a name")
     if address.is_unspecified:
         return rank.url if peer.is_loopback else rank._replace(host=seen).url
     if address.is_loopback and not _is_loopback(own.host):
@@ -80,11 +79,10 @@ def followed(url: str, front: str) -> str:
     """Where a fork goes that a front has sent on to this URL; RequestError for where it does not go."""
     rank, own = split_url(url), split_url(front)
     if rank.scheme != own.scheme:
-        raise RequestError(f"{rank.url} is not {own.scheme}://, as the seed is that names it")
-    try:
-        address = ipaddress.ip_address(rank.host)
-    except ValueError:
-        raise RequestError(f"{quote(rank.host)} is a name, and seeds name addresses") from None
+        raise RequestError(f"{quote(rank.url)} is not {own.scheme}://, as the seed is that names it")
+    address = _address(rank.host)
+    if address is None:
+        raise RequestError(f"{quote(rank.host)} is a name, and seeds name addresses")
     if address.is_unspecified:
         return rank._replace(host=own.host).url
     if address.is_loopback and not _is_loopback(own.host):
@@ -92,18 +90,23 @@ def followed(url: str, front: str) -> str:
     return rank.url
 
 
-def reached(address: str, host: str) -> str:
-    """The host:port of an offer as whoever has reached its seed at ``host`` finds it."""
-    name, _, port = address.rpartition(":")
+def reached(offered: str, host: str) -> str:
+    """The host:port of an offer as whoever has reached its seed at ``host`` finds it; RequestError."""
+    place = split_url(f"http://{offered}")
+    address = _address(place.host)
+    if address is None:
+        raise RequestError(f"{quote(offered)} is no address")
+    return (place._replace(host=host) if address.is_unspecified else place).url.removeprefix("http://")
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name, and for an address that is one on a single host only or has any text behind it."""
     try:
-        everywhere = ipaddress.ip_address(name.strip("[]")).is_unspecified
+        return None if "%" in host else ipaddress.ip_address(host)
     except ValueError:
-        return address
-    return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") if everywhere else address
+        return None
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
