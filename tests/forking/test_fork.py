@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import torch
 
@@ -16,8 +17,9 @@ from support import leaks
 from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import ForkError, ManifestError, RequestError, SeedError
 from tensorlift.forking import reader
+from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
-from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.manifest import ModelKey, Offer, encode
 from tensorlift.forking.seed import Seed
 from tensorlift.forking.tcp import TcpConnection
 
@@ -226,9 +228,10 @@ def test_seeds_of_other_weights_are_left_behind(seed: Seed) -> None:
     )
 
 
-def test_a_manifest_that_offers_what_is_no_address(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(seed._tcp), "address", property(lambda server: "somewhere"))
-    seed._publish()
+def test_a_manifest_that_offers_what_is_no_address(seed: Seed) -> None:
+    offers = (Offer("tcp", "somewhere"),)
+    lying = msgspec.structs.replace(SeedClient(seed.url).manifest(), transports=offers)
+    seed._manifest = ("tag", encode(lying))
     with pytest.raises(ManifestError, match="offers tcp where nobody can be: 'http://somewhere' is no URL"):
         fork_into(Model(2), seed.url)
 

@@ -198,6 +198,17 @@ def test_what_is_wrong_with_a_request() -> None:
         assert ask(seed, "POST", "/v1/leases", b"[" * 4000)[0] == 400
         assert ask(seed, "POST", "/v1/leases/unknown", b"{}")[0] == 410
         assert ask(seed, "DELETE", "/v1/leases/unknown")[0] == 204
+        for body in (b"{", b"{}", b"[" * 4000, b'{"instance": "x", "key": {"model": "m"}, "url": ""}'):
+            assert ask(seed, "POST", "/v1/ranks", body)[0] == 400
+        rank = {"instance": "0" * 32, "key": {"model": "m", "tp": [2, 2]}, "url": "http://127.0.0.1:1"}
+        for wrong in (
+            {},
+            {"key": {"model": "m"}, "url": "http://a:b"},
+            {"key": {"model": KEY.model, "revision": "abc"}},
+        ):
+            assert ask(seed, "POST", "/v1/ranks", json.dumps(rank | wrong).encode())[0] == 409
+        assert ask(seed, "DELETE", "/v1/ranks/unknown")[0] == 204
+        assert json.loads(ask(seed, "GET", "/v1/ranks")[2])["ranks"][0]["url"] == ""
         for seconds in ("1e999", "-5", "0"):
             assert ask(seed, "POST", "/v1/leases", b'{"seconds": %s}' % seconds.encode())[0] in (200, 400)
         with socket.create_connection(tuple(seed.url.removeprefix("http://").split(":"))) as raw:

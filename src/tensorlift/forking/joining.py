@@ -35,7 +35,7 @@ class Joined:
             try:
                 return self._joined()
             except UnreachableError:
-                if time.monotonic() + _BETWEEN_TRIES >= end:
+                if not time.monotonic() + _BETWEEN_TRIES < end:  # also where the end is not a number
                     raise
                 time.sleep(_BETWEEN_TRIES)
 
