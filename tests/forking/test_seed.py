@@ -337,6 +337,7 @@ def test_a_seed_on_all_addresses() -> None:
         ({"token": "a\nb"}, OptionError, "cannot go into a header of HTTP"),
         ({"tls": ("no", "files")}, OptionError, "tls is "),
         ({"ca": "file", "join": "http://127.0.0.1:1"}, OptionError, "ca is for https://"),
+        ({"ca": "file"}, OptionError, "ca is for join"),
         ({"join": "nowhere"}, RequestError, "'nowhere' is no URL of a seed"),
         ({"host": "192.0.2.1", "token": "x"}, OSError, "assign requested address"),
     ],

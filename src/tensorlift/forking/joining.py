@@ -6,15 +6,25 @@ import contextlib
 import threading
 import time
 
-from tensorlift.errors import SeedError
+from tensorlift.errors import OptionError, SeedError
 from tensorlift.forking.client import SeedClient, UnreachableError
+from tensorlift.forking.encryption import Ca
 from tensorlift.forking.ranks import JoinRequest
 
-__all__ = ["Joined"]
+__all__ = ["Joined", "front_of"]
 
 _BETWEEN_TRIES = 0.2
 # However a front counts: no rank asks without a rest, and none rests for ever.
 _SHORTEST_REST, _LONGEST_REST = 1.0, 600.0
+
+
+def front_of(join: str | None, token: str, ca: Ca | None) -> SeedClient | None:
+    """Who is joined, if anybody. Raises RequestError, OptionError."""
+    if join is not None:
+        return SeedClient(join, token, ca=ca)
+    if ca is not None:
+        raise OptionError("ca is for join: which seed is asked under TLS")
+    return None
 
 
 class Joined:

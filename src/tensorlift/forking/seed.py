@@ -9,10 +9,9 @@ import time
 from collections.abc import Iterator
 
 from tensorlift.errors import RequestError
-from tensorlift.forking.client import SeedClient
 from tensorlift.forking.control import StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
-from tensorlift.forking.joining import Joined
+from tensorlift.forking.joining import Joined, front_of
 from tensorlift.forking.keys import checked_key, checked_token, told_key
 from tensorlift.forking.leases import Lease, Leases
 from tensorlift.forking.listener import Listener
@@ -74,7 +73,7 @@ class Seed:
         self.ranks = RankTable(self.key)
         encrypted = seed_context(tls)
         self._scheme = "http" if encrypted is None else "https"
-        front = None if join is None else SeedClient(join, token, ca=ca)
+        front = front_of(join, token, ca)
         self.instance = secrets.token_hex(16)
         self._leases = Leases(readers, _LONGEST_LEASE)
         self._changed = threading.Condition()

@@ -26,11 +26,8 @@ class Place(NamedTuple):
     @property
     def url(self) -> str:
         """In one text."""
-        return (
-            f"{self.scheme}://[{self.host}]:{self.port}"
-            if ":" in self.host
-            else (f"{self.scheme}://{self.host}:{self.port}")
-        )
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
 
 
 def split_url(url: str) -> Place:
