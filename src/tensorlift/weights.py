@@ -250,6 +250,7 @@ class _Pass:
                         self.seconds += time.perf_counter() - begin
                         if self._ranks is not None:
                             self._ranks.taken = batch + 1 == transfer.batch_count and len(tensors) == 1
+                        transfer.follow(batch)
                         yield name, tensors.pop()
                         begin = time.perf_counter()
                         self.thread = threading.get_ident()

@@ -92,6 +92,34 @@ def test_another_stream_at_the_hand_out_is_recorded(device: standin.StandInMemor
     device.driver.stream_free(second)
 
 
+def test_another_stream_amid_an_arena_waits_for_the_copies(
+    device: standin.StandInMemory, tmp_path: Path
+) -> None:
+    driver, first = device.driver, device.consumer
+    # Little enough that the ring holds all of it: nothing waits for a copy on the host.
+    size = 100 << 10
+    rows = {f"t{k}": random_row("U8", [size], k) for k in range(4)}
+    taken = [ctypes.create_string_buffer(size) for _ in rows]
+    streams = [first, driver.stream(), driver.stream()]
+    device.waits_in_ready = False
+    # All four lie in one arena, whose copies come behind what the first stream holds.
+    gate = driver.hold(first)
+    with loading.open(write_safetensors(tmp_path / "small.safetensors", rows), device="cuda") as weights:
+        for number, (_, tensor) in enumerate(weights):
+            driver.copy(device.consumer, ctypes.addressof(taken[number]), tensor.data_ptr(), size)
+            del tensor
+            device.consumer = streams[(number + 1) % len(streams)]
+            if number == 2:
+                driver.settle()  # what does not wait has run by now
+                driver.release(gate)
+    device.consumer = first
+    for stream in streams:
+        driver.stream_sync(stream)
+    for stream in streams[1:]:
+        driver.stream_free(stream)
+    assert [copy.raw for copy in taken] == [data for _, _, data in rows.values()]
+
+
 def test_a_failing_driver_waits_on_the_host(device: standin.StandInMemory, path: Path) -> None:
     state = loading.load(path, device="cuda", arena_size=MIB)
     tensor = state.pop("t0")

@@ -119,6 +119,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     for name, value in pretended.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: stage.released.append(of), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     monkeypatch.setattr(memory.torch, "empty", stage.empty)
     monkeypatch.setattr(
         scripts, "empties", lambda sizes, device: [stage.empty(n, torch.uint8, device) for n in sizes]

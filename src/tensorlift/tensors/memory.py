@@ -193,7 +193,8 @@ class CudaMemory:
 
     def stream(self) -> int:
         """See Memory."""
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+        # Asked for each tensor that open() hands out, so the number alone, not an object of torch's for it.
+        return torch._C._cuda_getCurrentRawStream(self.native_index)
 
     def ready(self) -> None:
         """See Memory: torch's kernels follow the current stream."""

@@ -100,6 +100,7 @@ class Transfer(Running):
         self._tickets: list[int] = []
         self._pieces = 0
         self._submitted = self._checked = self._gathered = self._arrived = 0
+        self._consumer = 0
         self.held_bytes = self.peak_bytes = 0
 
     @classmethod
@@ -215,8 +216,20 @@ class Transfer(Running):
                     self._gather(self._exchange, *self._batches[self._gathered], tick)
                     self._gathered += 1
             self._arrive(self._tickets[batch], tick)
-            part.used_on(own, self.memory.stream())
+            self._consumer = self.memory.stream()
+            part.used_on(own, self._consumer)
         self._arrived = max(self._arrived, batch + 1)
+
+    def follow(self, batch: int) -> None:
+        """To be called before each tensor of a batch that has come: has the caller's stream wait as well where
+        it is another by now.
+        """
+        stream = self.memory.stream()
+        if stream != self._consumer:
+            part, own = self._batches[batch]
+            self._arrive(self._tickets[batch], None, stream)
+            part.used_on(own, stream)
+            self._consumer = stream
 
     def _gather(self, exchange: Exchanging, part: Part, batch: int, tick: Tick | None) -> None:
         """Issues the gathers that are due when a batch is handed out, and waits for the one that it needs."""
