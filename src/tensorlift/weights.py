@@ -188,9 +188,8 @@ class Weights:
         generator = self._pass.run(settings)
         # Weakly, and the generator does not know this object: a consumer that drops it ends the pass at once.
         self._generator = weakref.ref(generator)
-        if self._ranks is not None:
-            # One that was never advanced ends without a word, and the other ranks must not wait for it.
-            weakref.finalize(generator, _dropped, self._ranks, self._ending).atexit = False
+        # One that was never advanced ends without a word: its ring must go, the other ranks must not wait.
+        weakref.finalize(generator, _dropped, transfer, self._ranks, self._ending).atexit = False
         return generator
 
     def close(self) -> None:
@@ -215,9 +214,10 @@ class Weights:
         self._ending.close()
 
 
-def _dropped(ranks: Ranks, ending: contextlib.ExitStack) -> None:
+def _dropped(transfer: Transfer, ranks: Ranks | None, ending: contextlib.ExitStack) -> None:
     """An iterator is gone, and no other can be had."""
-    if not ranks.held:
+    if ranks is None or not ranks.held:
+        transfer.close()  # before the trace ends
         ending.close()
 
 

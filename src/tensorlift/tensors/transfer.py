@@ -174,17 +174,22 @@ class Transfer(Running):
 
     def submit(self, count: int) -> None:
         """Allocates the arenas of the next ``count`` batches and hands their pieces to the engine."""
-        while count:
-            part, first = self._batches[self._submitted]
-            last = min(first + count, part.batch_count)
-            with self.clock.phase("allocate"):
-                self.held_bytes += part.allocate(first, last, self.memory)
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-            pieces = part.pieces(first, last)
-            if len(pieces):
-                self._engine.submit(pieces, self.memory.stream())
-            self._submitted += last - first
-            count -= last - first
+        try:
+            while count:
+                part, first = self._batches[self._submitted]
+                last = min(first + count, part.batch_count)
+                with self.clock.phase("allocate"):
+                    self.held_bytes += part.allocate(first, last, self.memory)
+                self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+                pieces = part.pieces(first, last)
+                if len(pieces):
+                    self._engine.submit(pieces, self.memory.stream())
+                self._submitted += last - first
+                count -= last - first
+        finally:
+            # close() of another thread, or of a signal's handler, did not see what was allocated meanwhile.
+            if self._engine.closed:
+                self.close()
 
     def tensors(self, batch: int) -> list[torch.Tensor]:
         """The tensors of a submitted batch. Their bytes are there once wait(batch) has returned."""
