@@ -60,6 +60,12 @@ def test_explicit_numbers_are_taken() -> None:
     assert (size.threads, size.io_depth, size.backends) == (3, 2, ("PREAD", "MMAP"))
 
 
+@pytest.mark.parametrize("explicit", [{"slot_size": 16 * MIB}, {"chunk_size": 8 * MIB}])
+def test_explicit_sizes_pin_no_more_than_a_small_load_needs(explicit: dict[str, int]) -> None:
+    size = size_engine(LoadOptions(**explicit), 100, device=True, facts=BIG)
+    assert (size.chunk_size, size.slot_size, size.pinned_bytes) == (PAGE, PAGE, 2 * PAGE)
+
+
 def test_a_ring_that_holds_no_two_slots_is_refused() -> None:
     with pytest.raises(OptionError, match="pinned_bytes is 1048576, which holds less than two slots"):
         size_engine(LoadOptions(slot_size=MIB, pinned_bytes=MIB), GIB, device=True, facts=BIG)
@@ -85,6 +91,7 @@ def test_what_the_engine_asks_for_holds_always(
     assert size.pinned_bytes % size.slot_size == 0
     assert size.pinned_bytes >= 2 * size.slot_size
     assert 1 <= size.threads <= min(cpus, 16)
+    assert not device or size.slot_size <= max(PAGE, 2 * (nbytes + PAGE))
     if pages is None and slot is None and device:
         assert size.pinned_bytes <= max(2 * PAGE, 2 * nbytes + 2 * MIB)
 

@@ -115,7 +115,7 @@ def size_engine(
     share = (
         CHUNK if device and not digest else min(HOST_CHUNK, work // (READS_A_THREAD * most) // CHUNK * CHUNK)
     )
-    chunk = options.chunk_size or min(max(share, CHUNK), work)
+    chunk = min(options.chunk_size or max(share, CHUNK), work)
     reads = -(-work // chunk)
     threads = options.threads or max(1, min(most, reads))
     # What is digested lies in one slot, and is digested by the thread that filled the last part of it.
@@ -142,6 +142,8 @@ def _ring(options: LoadOptions, work: int, chunk: int, least: int, facts: Facts)
             f"pinned_bytes is {ring}, which holds less than two slots of {slot} bytes; "
             "raise pinned_bytes, or lower slot_size or chunk_size"
         )
+    # A slot is pinned as a whole, also for less work than it was asked to hold.
+    slot = min(slot, max(_up(work, chunk), least))
     slots = min(ring // slot, -(-work // slot))
     return slot, max(slots, 2) * slot
 

@@ -226,8 +226,8 @@ class Transfer(Running):
         self._arrived = max(self._arrived, batch + 1)
 
     def follow(self, batch: int) -> None:
-        """To be called before each tensor of a batch that has come: has the caller's stream wait as well where
-        it is another by now.
+        """Before each tensor of a batch that has come: where the caller's stream is another by now, it waits
+        as well.
         """
         stream = self.memory.stream()
         if stream != self._consumer:
