@@ -1,7 +1,9 @@
 """What a load changes of the interpreter, and that it puts it back."""
 
 import gc
+import os
 import sys
+import threading
 
 import pytest
 import torch
@@ -77,3 +79,24 @@ def test_the_collector_is_as_before(enabled):
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+def test_a_child_does_not_keep_what_another_threads_load_has_changed(interval):
+    inside, over = threading.Event(), threading.Event()
+
+    def load():
+        with short_turns(), collector_paused():
+            inside.set()
+            over.wait()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if gc.isenabled() and sys.getswitchinterval() == interval else 1)
+    over.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert gc.isenabled()
+    assert sys.getswitchinterval() == interval
