@@ -262,7 +262,8 @@ TL_API tl_status tl_engine_file_info(tl_engine *engine, int32_t file, tl_file_in
 TL_API tl_status tl_engine_cancel(tl_engine *engine, tl_error *error);
 
 /* Cancels, waits for reads and copies that are under way, frees everything. After it no byte is written to any
- * destination. In a forked child it only forgets. Blocks. */
+ * destination. In a forked child it only forgets. Answers what the driver has said, also of copies that had landed, which
+ * is when they are issued; the engine is gone all the same. Blocks. */
 TL_API tl_status tl_engine_destroy(tl_engine *engine, tl_error *error);
 
 /* Arenas: reference counted memory that tensors share. The last reference gone, the memory goes back, on whichever

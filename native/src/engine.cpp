@@ -303,7 +303,7 @@ Failure Engine::stream_wait(Stream consumer) {
 void Engine::failed(const Failure &failure) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_) failure_ = failure;
-    if (failure.status == TL_ERR_DRIVER) driver_failed_ = true;
+    if (failure.status == TL_ERR_DRIVER && !driver_failure_) driver_failure_ = failure;
     stopping_.store(true, std::memory_order_release);
     work_cv_.notify_all();
     done_cv_.notify_all();
@@ -343,14 +343,14 @@ Failure Engine::close() {
         driver_->release(options_.device_index);
     }
     files_.clear();
-    return first;
+    return driver_failure_ ? driver_failure_ : first;  // no thread is left that could set it
 }
 
 // A ring that came from the keeper goes back there. quiet: all copies are known to be over; what a driver that failed may
 // read still is not for others.
 void Engine::end_ring(bool quiet) {
     const bool wanted = (options_.flags & TL_OPTION_KEEP) || ring_->reused_bytes() > 0;
-    if (wanted && quiet && !driver_failed_) return keep_ring(std::move(ring_));
+    if (wanted && quiet && !driver_failure_) return keep_ring(std::move(ring_));
     ring_->release();
 }
 

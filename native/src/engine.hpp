@@ -176,7 +176,7 @@ private:
 
     std::atomic<uint64_t> landed_{0};
     std::atomic<bool> stopping_{false};
-    std::atomic<bool> driver_failed_{false};
+    Failure driver_failure_;  // the first, which may come when all has landed
     bool closed_ = false;
 
     std::mutex deep_mutex_;  // guards making the deep readers; of other locks only theirs is taken under it

@@ -195,7 +195,9 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         try:
             transfer.submit(1)
             transfer.wait(0)
-            return transfer.tensors(0)[0]
+            tensor = transfer.tensors(0)[0]
+            transfer.close_well()
+            return tensor
         finally:
             transfer.close()
 

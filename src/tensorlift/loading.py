@@ -155,12 +155,12 @@ def _collected(transfer: Transfer, more: Iterable[Checkpoint], settings: LoadOpt
             if transfer.batch_count:
                 transfer.wait(transfer.batch_count - 1, ticker(report, transfer.bytes_done, transfer.nbytes))
             finished(report, transfer.nbytes)
+        transfer.close_well()
     except BaseException:
         # Closed before its tensors go: the engine may still be writing into them.
         transfer.close()
         state.clear()
         raise
-    transfer.close()
     state.stats = transfer.stats()
     return state
 

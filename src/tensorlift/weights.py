@@ -255,6 +255,7 @@ class _Pass:
                         begin = time.perf_counter()
                         self.thread = threading.get_ident()
                     transfer.finish(batch)
+                transfer.close_well()
                 finished(report, transfer.nbytes)
                 if self._ranks is not None:
                     self._ranks.complete = True

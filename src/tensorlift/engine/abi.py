@@ -207,12 +207,17 @@ class Abi:
         """Starts no further read; that it may be forked or cancelled already is no matter."""
         self.call["tl_engine_cancel"](engine, ctypes.byref(Error()))
 
-    def engine_destroy(self, engine: Handle) -> None:
-        """Frees the engine, whatever its state, and empties the handle; nothing where it is empty. Blocks."""
-        destroy, error = self.call["tl_engine_destroy"], ctypes.byref(Error())
+    def engine_destroy(self, engine: Handle) -> RefusedError | None:
+        """Frees the engine, whatever its state, and empties the handle; nothing where it is empty. Blocks.
+
+        What the driver has said, also of copies that had landed.
+        """
+        error = Error()
+        destroy, place = self.call["tl_engine_destroy"], ctypes.byref(error)
         # No call comes between these, so that no signal's handler does: the engine is freed once, and surely.
         address, engine.value = engine.value, None
-        destroy(address, error)
+        status = destroy(address, place)
+        return None if status == Status.OK else RefusedError(status, error)
 
     def pinned_release(self) -> int:
         """Bytes of the rings that were kept, and are given back now. Blocks."""

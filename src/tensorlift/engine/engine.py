@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorlift.engine import abi
-from tensorlift.engine.abi import Status
+from tensorlift.engine.abi import RefusedError, Status
 from tensorlift.engine.failures import Failure, exception_of
 from tensorlift.engine.sizing import EngineSize
 from tensorlift.errors import RequestError, TensorliftError
@@ -57,6 +57,7 @@ class Engine:
         self._shards: list[Shard] = []
         self._pid = os.getpid()
         self._ending = False
+        self._end: RefusedError | None = None
         # Calls under way and their threads. Entered and left without a lock, so that whatever a signal's
         # handler raises cannot leave one behind that close() would wait for.
         self._inside: dict[object, int] = {}
@@ -82,7 +83,7 @@ class Engine:
                 options.cpus[cpu // 64] |= 1 << cpu % 64
         try:
             self._abi.engine_create(options, self._handle)
-        except abi.RefusedError as refused:
+        except RefusedError as refused:
             raise self._explained(refused) from None
         _alive.add(self)
 
@@ -194,7 +195,14 @@ class Engine:
             # which a signal's handler closes, has not begun or is over: it will find no engine.
             while any(thread != own for thread in list(self._inside.values())):
                 self._idle.wait(1)
-            self._abi.engine_destroy(self._handle)
+            self._end = self._abi.engine_destroy(self._handle) or self._end
+
+    def check_end(self) -> None:
+        """After close(): raises what the driver said of copies that were still on their way when they had
+        landed. Not close() itself: it also ends what has failed before.
+        """
+        if self._end is not None:
+            raise self._explained(self._end)
 
     def _call(
         self, function: Callable[Concatenate[abi.Handle, P], T], *given: P.args, **named: P.kwargs
@@ -208,7 +216,7 @@ class Engine:
             if self._ending:
                 raise RequestError("the engine is closed")
             return function(self._handle, *given, **named)
-        except abi.RefusedError as refused:
+        except RefusedError as refused:
             raise self._explained(refused) from None
         finally:
             self._inside.pop(call, None)
@@ -216,7 +224,7 @@ class Engine:
                 with self._lock:
                     self._idle.notify_all()
 
-    def _explained(self, refused: abi.RefusedError) -> TensorliftError:
+    def _explained(self, refused: RefusedError) -> TensorliftError:
         if self.closed and refused.status == Status.ARGUMENT:
             return RequestError("the engine is closed")
         error = refused.error

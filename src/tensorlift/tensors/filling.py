@@ -101,9 +101,8 @@ def fill(
             ticker(report, lambda: sum(part.bytes_done() for part in parts), total),
         )
         _read_in_place(directs.values(), found, clock, tick)
-        if found.copied or found.ordered:
-            for direct in directs.values():
-                direct.close()  # one ring at a time
+        for direct in directs.values():
+            direct.close_well()  # one ring at a time
         _copy_others(found, Asked(checkpoint, rows, expected), options, clock, stack, parts, tick, together)
         finished(report, total)
     stats = merged(
@@ -192,6 +191,7 @@ def _copy_others(
         stack.callback(transfer.close)
         parts.append(transfer)
         _copy_all(transfer, some, ordered, held, tick)
+        transfer.close_well()
     with clock.phase("hand_out"):
         for target in found.ordered:
             _copy(target.tensor, held.pop(target.name))

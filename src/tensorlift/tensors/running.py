@@ -123,6 +123,11 @@ class Running:
                 if self._engine.closed:
                     self._let_go()
 
+    def close_well(self) -> None:
+        """close() of a load that all went well for; raises what only shows when its last copies are over."""
+        self.close()
+        self._engine.check_end()
+
     def __del__(self) -> None:
         """Does what an interrupted close() has left, if anything: an exception that comes here is lost."""
         if hasattr(self, "_ending") and not self._engine.closed:
