@@ -14,6 +14,7 @@ from tensorlift.forking.encryption import Ca, Tls, seed_context
 from tensorlift.forking.joining import Joined, front_of
 from tensorlift.forking.keys import checked_key, checked_token, told_key
 from tensorlift.forking.leases import Lease, Leases
+from tensorlift.forking.links import link_rate
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Manifest, ModelKey, Offer, encode, layout_digest
 from tensorlift.forking.offering import named_tensors, offer, settle
@@ -53,8 +54,9 @@ class Seed:
         ca: Ca | None = None,
         join_timeout: float = 10.0,
     ) -> None:
-        """Begins. ``limit``: such as "2GB/s"; ``readers``: forks at once; ``weights``: the version of them.
+        """Begins.
 
+        limit: such as "2GB/s", or "25%" of the network's rate; readers: forks at once; weights: the version.
         tls: (file of certificates, file of their key), or an ssl.SSLContext, for what is asked over HTTP.
         join: the URL of another seed, of the same token, that names this one to forks which want its key; ca:
         a file of certificates to trust that one by; join_timeout: seconds it may not be there yet. Raises
@@ -77,7 +79,7 @@ class Seed:
         self.instance = secrets.token_hex(16)
         self._leases = Leases(readers, _LONGEST_LEASE)
         self._changed = threading.Condition()
-        rate = parse_limit(limit, "limit", 0.0)
+        rate = parse_limit(limit, "limit", lambda: link_rate(host))
         self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS, encrypted)
         try:
             self._tcp = TcpServer(self._offering.memories, self._is_live, host=host, token=token, limit=rate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 
 from tensorlift.errors import OptionError
 from tensorlift.options import parse_rate
@@ -13,10 +14,10 @@ __all__ = ["Bucket", "parse_limit"]
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
-def parse_limit(value: object, name: str, device_rate: float) -> int | None:
+def parse_limit(value: object, name: str, device_rate: Callable[[], float | None]) -> int | None:
     """Bytes a second of ``"2GB/s"``, or of ``"25%"`` of the device's rate; None for None, which is no limit.
 
-    Raises OptionError.
+    device_rate: asked for a share alone; None where it is not known. Raises OptionError.
     """
     if value is None:
         return None
@@ -24,12 +25,18 @@ def parse_limit(value: object, name: str, device_rate: float) -> int | None:
         share = float(match[1])
         if not 0 < share <= 100:
             raise OptionError(f"{name} is {value!r}; expected more than 0 % and at most 100 %")
-        return max(1, int(device_rate * share / 100))
+        whole = device_rate()
+        if whole is None:
+            raise OptionError(
+                f"{name} is {value!r}, but the kernel does not tell how fast the network here is (it does "
+                'not for loopback); give a size a second, such as "2GB/s"'
+            )
+        return max(1, int(whole * share / 100))
     try:
         return parse_rate(value, name)
     except OptionError:
         raise OptionError(
-            f'{name} is {value!r}; expected a size a second, such as "2GB/s", or a share of the device\'s '
+            f'{name} is {value!r}; expected a size a second, such as "2GB/s", or a share of the network\'s '
             'rate, such as "25%"'
         ) from None
 
