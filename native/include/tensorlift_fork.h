@@ -88,12 +88,37 @@ TL_API tl_status tl_staging_create(int32_t device_kind, int32_t device_index, tl
                                    tl_error *error);
 TL_API tl_status tl_staging_destroy(tl_staging *staging, tl_error *error);
 
+typedef enum tl_origin_kind {
+    TL_ORIGIN_HERE = 0, /* memory of this process, at address */
+    TL_ORIGIN_FILE =
+        1, /* a file of memory: handle is a descriptor, address counts from the file's first byte */
+    TL_ORIGIN_PROCESS = 2 /* memory of another process: handle is its id, address is one of its own */
+} tl_origin_kind;
+
+/* Where a fork on the seed's own host reads a region itself. */
+typedef struct tl_origin {
+    int32_t kind; /* tl_origin_kind */
+    int32_t handle;
+    uint64_t address; /* of the region's first byte */
+    uint64_t nbytes;  /* of the region */
+} tl_origin;
+
 /* Asks for a chunk and writes it to its places, which ascend and do not overlap; what no place wants is dropped. TL_OK: see
  * outcome; the connection can be used on. TL_ERR_READ: it cannot, got says how many bytes came. Only with TL_CHUNK_OK is
  * what was written right. staging: null where places are of host memory; else all bytes are on the device when this returns,
- * for work on any stream that is begun from then on, and none is on its way whatever comes of it. Blocks. */
+ * for work on any stream that is begun from then on, and none is on its way whatever comes of it. origin: of the chunk's
+ * region, from where the bytes are copied; null where they come over the socket. Blocks. */
 TL_API tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, const tl_place *places, uint64_t count,
-                                tl_staging *staging, tl_error *error);
+                                tl_staging *staging, const tl_origin *origin, tl_error *error);
+
+/* Copies bytes of an origin, with nobody asked: to see whether it can be read at all. TL_ERR_READ says why not. Blocks. */
+TL_API tl_status tl_origin_copy(const tl_origin *origin, uint64_t offset, void *to, uint64_t nbytes,
+                                tl_error *error);
+
+/* Memory in a file that other processes may be given: mapped, zeroed, all of it there, of huge pages where that can be had.
+ * No process can make it shorter, none but this one can write to it. Blocks. */
+TL_API tl_status tl_shared_create(uint64_t nbytes, int32_t *fd, uint64_t *address, tl_error *error);
+TL_API void tl_shared_release(int32_t fd, uint64_t address, uint64_t nbytes);
 
 /* The digest that a chunk is sent with: XXH3-128 of the digests of its blocks of 1 MiB. Blocks. */
 TL_API void tl_chunk_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]);

@@ -138,6 +138,11 @@ static void print_layout_of_forks(void) {
     FIELD(tl_chunk, outcome);
     FIELD(tl_chunk, verified);
     FIELD(tl_chunk, seed_epoch);
+    printf("tl_origin %zu\n", sizeof(tl_origin));
+    FIELD(tl_origin, kind);
+    FIELD(tl_origin, handle);
+    FIELD(tl_origin, address);
+    FIELD(tl_origin, nbytes);
 }
 
 static void layout_is_packed_as_documented(void) {

@@ -60,7 +60,7 @@ tl_chunk chunk_of(std::uint32_t region, std::uint64_t offset, std::uint64_t nbyt
 tl_status fetch(int fd, tl_chunk &chunk, Bytes &to, tl_staging *staging = nullptr) {
     to.assign(chunk.nbytes, 0);
     const tl_place place{0, chunk.nbytes, reinterpret_cast<std::uintptr_t>(to.data())};
-    return tl_chunk_fetch(fd, &chunk, &place, 1, staging, nullptr);
+    return tl_chunk_fetch(fd, &chunk, &place, 1, staging, nullptr, nullptr);
 }
 
 }  // namespace

@@ -1,8 +1,10 @@
 // The C interface of sender and receiver.
 #include <algorithm>
 #include <memory>
+#include <optional>
 
 #include "fork/blocks.hpp"
+#include "fork/origin.hpp"
 #include "fork/sender.hpp"
 #include "guard.hpp"
 
@@ -97,12 +99,22 @@ private:
     std::vector<char> scratch_;
 };
 
-Failure receive(tl::Socket &socket, const tl_chunk &chunk, Places places, tl::Blocks &blocks) {
+// The next block of a chunk: what comes, or what is copied once its digest has come.
+Failure bring(tl::Socket &socket, const tl_chunk &chunk, const tl::Origin *origin, uint64_t at, char *to,
+              uint64_t nbytes) {
+    if (!origin) return socket.receive(to, nbytes);
+    tl::Digest theirs;
+    if (Failure f = socket.receive(&theirs, sizeof theirs)) return f;
+    return origin->copy(chunk.offset + at, to, nbytes);
+}
+
+Failure receive(tl::Socket &socket, const tl_chunk &chunk, const tl::Origin *origin, Places places,
+                tl::Blocks &blocks) {
     for (uint64_t at = 0; at < chunk.nbytes; at += tl::kBlock) {
         const uint64_t nbytes = std::min(tl::kBlock, chunk.nbytes - at);
         char *to = nullptr;
         if (Failure f = places.memory(at, nbytes, &to)) return f;
-        if (Failure f = socket.receive(to, nbytes)) {
+        if (Failure f = bring(socket, chunk, origin, at, to, nbytes)) {
             f.got += at;
             f.wanted = chunk.nbytes;
             return f;
@@ -110,13 +122,15 @@ Failure receive(tl::Socket &socket, const tl_chunk &chunk, Places places, tl::Bl
         blocks.add(to, nbytes);
         if (Failure f = places.scatter(at, nbytes, to)) return f;
     }
-    return {};
+    if (!origin) return {};
+    const tl::Copied copied{tl::kCopied};
+    return socket.send(&copied, sizeof copied);
 }
 
 // What the seed answered, where it answered at all.
-Failure fetch(tl::Socket &socket, tl_chunk &chunk, Places places) {
-    const tl::Request request{
-        tl::kRequest, chunk.region, chunk.offset, chunk.nbytes, chunk.epoch, chunk.digest, 0};
+Failure fetch(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, Places places) {
+    const tl::Request request{tl::kRequest, chunk.region, chunk.offset,     chunk.nbytes,
+                              chunk.epoch,  chunk.digest, origin != nullptr};
     if (Failure f = socket.send(&request, sizeof request)) return f;
     tl::Answer answer{};
     if (Failure f = socket.receive(&answer, sizeof answer)) return f;
@@ -127,7 +141,7 @@ Failure fetch(tl::Socket &socket, tl_chunk &chunk, Places places) {
     chunk.seed_epoch = answer.epoch;
     if (answer.outcome != TL_CHUNK_OK) return {};
     tl::Blocks blocks(chunk.digest != 0);
-    if (Failure f = receive(socket, chunk, std::move(places), blocks)) return f;
+    if (Failure f = receive(socket, chunk, origin, std::move(places), blocks)) return f;
     tl::Trailer trailer{};
     if (Failure f = socket.receive(&trailer, sizeof trailer)) return f;
     if (trailer.magic != tl::kTrailer) return failure(TL_ERR_READ, "what came is no end of a chunk");
@@ -141,11 +155,11 @@ Failure fetch(tl::Socket &socket, tl_chunk &chunk, Places places) {
     return {};
 }
 
-Failure fetch_to_device(tl::Socket &socket, tl_chunk &chunk, const tl_place *places, uint64_t count,
-                        tl::Stage &stage) {
+Failure fetch_to_device(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, const tl_place *places,
+                        uint64_t count, tl::Stage &stage) {
     const tl::Bound bound(stage.driver(), stage.device());
     if (bound.failure()) return bound.failure();
-    Failure fetched = fetch(socket, chunk, Places(places, count, &stage));
+    Failure fetched = fetch(socket, chunk, origin, Places(places, count, &stage));
     Failure finished = stage.finish();
     return fetched ? fetched : finished;
 }
@@ -225,15 +239,26 @@ tl_status tl_staging_destroy(tl_staging *staging, tl_error *error) {
 }
 
 tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, const tl_place *places, uint64_t count,
-                         tl_staging *staging, tl_error *error) {
+                         tl_staging *staging, const tl_origin *origin, tl_error *error) {
     return tl::guarded(error, [&]() -> Failure {
         if (!chunk || chunk->struct_size != sizeof *chunk) return tl::wrong_size("tl_chunk");
         if (chunk->milliseconds == 0) return failure(TL_ERR_ARGUMENT, "milliseconds is 0");
         if (count && !places) return failure(TL_ERR_ARGUMENT, "no places");
         if (Failure f = Places::check(places, count, chunk->nbytes)) return f;
         tl::Socket socket(fd, chunk->milliseconds, nullptr);
-        if (staging) return fetch_to_device(socket, *chunk, places, count, *staging->stage);
-        return fetch(socket, *chunk, Places(places, count, nullptr));
+        std::optional<tl::Origin> from;
+        if (origin) from.emplace(*origin);
+        const tl::Origin *reached = from ? &*from : nullptr;
+        if (staging) return fetch_to_device(socket, *chunk, reached, places, count, *staging->stage);
+        return fetch(socket, *chunk, reached, Places(places, count, nullptr));
+    });
+}
+
+tl_status tl_origin_copy(const tl_origin *origin, uint64_t offset, void *to, uint64_t nbytes,
+                         tl_error *error) {
+    return tl::guarded(error, [&]() -> Failure {
+        if (!origin || (nbytes && !to)) return failure(TL_ERR_ARGUMENT, "no origin or no place");
+        return tl::Origin(*origin).copy(offset, static_cast<char *>(to), nbytes);
     });
 }
 

@@ -15,8 +15,10 @@ public:
     uint32_t wanted() const {
         return wanted_;
     }
-    void add(const void *bytes, uint64_t nbytes) {
-        if (wanted_) found_.push_back(digest_of(bytes, nbytes));
+    // The digest of the block; zeros where none is wanted.
+    Digest add(const void *bytes, uint64_t nbytes) {
+        if (!wanted_) return {};
+        return found_.emplace_back(digest_of(bytes, nbytes));
     }
     void digest(uint8_t *digest) const {
         if (!wanted_) return;

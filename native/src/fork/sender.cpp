@@ -151,9 +151,18 @@ Failure Sender::send_bytes(Socket &socket, const Request &request, Stage *stage)
         uint64_t nbytes = std::min(kBlock, request.nbytes - at);
         if (Failure f = pause(bucket_.take(nbytes, now_ns()))) return f;
         if (Failure f = outgoing.next(&bytes, &nbytes)) return f;
-        blocks.add(bytes, nbytes);
-        if (Failure f = socket.send(bytes, nbytes)) return f;
+        const Digest digest = blocks.add(bytes, nbytes);
+        Failure f = request.copies ? socket.send(&digest, sizeof digest) : socket.send(bytes, nbytes);
+        if (f) return f;
         sent_bytes_ += nbytes;
+    }
+    if (request.copies) {
+        Copied copied{};
+        if (Failure f = socket.receive(&copied, sizeof copied)) return f;
+        if (copied.magic != kCopied) {
+            bad_++;
+            return failure(TL_ERR_READ, "what came does not say that a chunk is copied");
+        }
     }
     Trailer trailer{kTrailer, blocks.wanted(), 0, {}};
     blocks.digest(trailer.digest);

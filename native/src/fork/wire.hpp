@@ -5,6 +5,10 @@
 //
 // and again, until one side closes. A region and an offset are numbers of the manifest, never addresses. The epoch in
 // the trailer is read behind the last byte: if it is that of the request, all bytes are of that epoch.
+//
+// A fork that can reach the seed's memory itself says so in its request. Then in place of each block the digest of it
+// comes (zeros where none is wanted), as early as the block itself might have come under the seed's limit; the fork
+// copies that block, and says Copied behind the last one. Only then the seed reads the epoch for its trailer.
 #pragma once
 
 #include <bit>
@@ -17,6 +21,7 @@ static_assert(std::endian::native == std::endian::little, "structures go over th
 inline constexpr uint32_t kRequest = 0x51524c54;  // "TLRQ"
 inline constexpr uint32_t kAnswer = 0x4e414c54;   // "TLAN"
 inline constexpr uint32_t kTrailer = 0x52544c54;  // "TLTR"
+inline constexpr uint32_t kCopied = 0x50434c54;   // "TLCP"
 
 // What is digested and sent, or received and digested, while it is in the processor's caches.
 inline constexpr uint64_t kBlock = 1u << 20;
@@ -28,13 +33,17 @@ struct Request {
     uint64_t nbytes;
     uint64_t epoch;
     uint32_t digest;
-    uint32_t reserved;
+    uint32_t copies;  // not 0: the fork reads the memory itself
 };
 
 struct Answer {
     uint32_t magic;
     int32_t outcome;
     uint64_t epoch;
+};
+
+struct Copied {
+    uint32_t magic;
 };
 
 struct Trailer {

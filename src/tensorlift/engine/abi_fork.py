@@ -26,8 +26,9 @@ from tensorlift.engine.abi_types import (
 )
 
 __all__ = [
-    "Chunk", "Memory", "Outcome", "Places", "SenderStats", "Staging", "chunk_digest", "fetch_chunk",
-    "sender_create", "sender_destroy", "sender_serve", "sender_set_epoch", "sender_stats",
+    "Chunk", "Memory", "Origin", "OriginKind", "Outcome", "Places", "SenderStats", "Staging",
+    "chunk_digest", "copy_from", "fetch_chunk", "sender_create", "sender_destroy", "sender_serve",
+    "sender_set_epoch", "sender_stats", "shared_create", "shared_release",
 ]  # fmt: skip
 
 
@@ -76,6 +77,18 @@ class _Region(ctypes.Structure):
     _fields_ = (*each(u64, "address nbytes"), *each(i32, "device_kind device_index"))
 
 
+class OriginKind:
+    """The values of tl_origin_kind."""
+
+    HERE, FILE, PROCESS = range(3)
+
+
+class Origin(ctypes.Structure):
+    """tl_origin: where a fork reads a region of the seed itself."""
+
+    _fields_ = (*each(i32, "kind handle"), *each(u64, "address nbytes"))
+
+
 _ERROR = ctypes.POINTER(Error)
 _FUNCTIONS: Functions = {
     "tl_sender_create": (i32, (ptr, u64, u64, u64, u32, ctypes.POINTER(ptr), _ERROR), True),
@@ -83,9 +96,12 @@ _FUNCTIONS: Functions = {
     "tl_sender_set_epoch": (i32, (ptr, u64, i32, _ERROR), False),
     "tl_sender_stats_of": (i32, (ptr, ctypes.POINTER(SenderStats), _ERROR), False),
     "tl_sender_destroy": (i32, (ptr, _ERROR), True),
-    "tl_chunk_fetch": (i32, (i32, ctypes.POINTER(Chunk), ptr, u64, ptr, _ERROR), True),
+    "tl_chunk_fetch": (i32, (i32, ctypes.POINTER(Chunk), ptr, u64, ptr, ptr, _ERROR), True),
     "tl_staging_create": (i32, (i32, i32, ctypes.POINTER(ptr), _ERROR), True),
     "tl_staging_destroy": (i32, (ptr, _ERROR), True),
+    "tl_origin_copy": (i32, (ctypes.POINTER(Origin), u64, ptr, u64, _ERROR), True),
+    "tl_shared_create": (i32, (u64, ctypes.POINTER(i32), ctypes.POINTER(u64), _ERROR), True),
+    "tl_shared_release": (None, (i32, u64, u64), True),
     "tl_chunk_digest": (None, (ptr, u64, ptr), True),
 }
 
@@ -162,15 +178,43 @@ class Staging:
         _function("tl_staging_destroy")(address, ctypes.byref(Error()))
 
 
-def fetch_chunk(descriptor: int, chunk: Chunk, places: Places, staging: Staging | None = None) -> None:
+def fetch_chunk(
+    descriptor: int,
+    chunk: Chunk,
+    places: Places,
+    staging: Staging | None = None,
+    origin: Origin | None = None,
+) -> None:
     """Asks for a chunk, writes it to its places and fills in what came of it. Blocks.
 
     ``places``: (n, 3) of bytes from the chunk's first, bytes, address; ascending, and without overlaps.
-    ``staging``: of the device that all of them are on; None for host memory.
+    ``staging``: of the device that all of them are on; None for host memory. ``origin``: of the chunk's
+    region, where it is copied from there instead of coming over the socket.
     """
     given = np.ascontiguousarray(places, np.uint64)
     to = None if staging is None else staging.address
-    ask(_function("tl_chunk_fetch"), descriptor, ctypes.byref(chunk), given.ctypes.data, len(given), to)
+    of = None if origin is None else ctypes.addressof(origin)
+    ask(_function("tl_chunk_fetch"), descriptor, ctypes.byref(chunk), given.ctypes.data, len(given), to, of)
+
+
+def copy_from(origin: Origin, offset: int, to: npt.NDArray[np.uint8]) -> None:
+    """Fills an array with bytes of an origin; RefusedError says why it cannot be read. Blocks."""
+    ask(_function("tl_origin_copy"), ctypes.byref(origin), offset, to.ctypes.data, to.nbytes)
+
+
+def shared_create(nbytes: int) -> tuple[int, ctypes.Array[ctypes.c_char]]:
+    """A file of memory that others may read, as a descriptor and as memory. Blocks; RefusedError.
+
+    What holds neither the array nor a view of it any more has to call shared_release().
+    """
+    descriptor, address = i32(-1), u64()
+    ask(_function("tl_shared_create"), nbytes, ctypes.byref(descriptor), ctypes.byref(address))
+    return descriptor.value, (ctypes.c_char * nbytes).from_address(address.value)
+
+
+def shared_release(descriptor: int, address: int, nbytes: int) -> None:
+    """The end of both."""
+    _function("tl_shared_release")(descriptor, address, nbytes)
 
 
 def chunk_digest(address: int, nbytes: int) -> bytes:

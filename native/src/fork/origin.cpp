@@ -1,0 +1,61 @@
+#include "fork/origin.hpp"
+
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+namespace tl {
+namespace {
+
+// Repeats what moves a part of the bytes until it has moved all.
+template <class Part>
+Failure all(uint64_t nbytes, const char *what, Part part) {
+    for (uint64_t done = 0; done < nbytes;) {
+        const ssize_t moved = part(done);
+        if (moved > 0) {
+            done += static_cast<uint64_t>(moved);
+        } else if (moved == 0) {
+            return failure(TL_ERR_READ, std::string(what) + ": it ends before the region does");
+        } else if (errno != EINTR) {
+            return os_failure(TL_ERR_READ, errno, what);
+        }
+    }
+    return {};
+}
+
+}  // namespace
+
+Failure Origin::copy(uint64_t offset, char *to, uint64_t nbytes) const {
+    if (offset > origin_.nbytes || nbytes > origin_.nbytes - offset)
+        return failure(TL_ERR_READ, "the seed has not said where it has these bytes");
+    const uint64_t at = origin_.address + offset;
+    switch (origin_.kind) {
+        case TL_ORIGIN_HERE:
+            std::memcpy(to, reinterpret_cast<const char *>(at), nbytes);
+            return {};
+        case TL_ORIGIN_FILE:
+            return from_file(at, to, nbytes);
+        case TL_ORIGIN_PROCESS:
+            return from_process(at, to, nbytes);
+        default:
+            return failure(TL_ERR_ARGUMENT, "no kind of origin: " + std::to_string(origin_.kind));
+    }
+}
+
+// Read rather than mapped: no page faults, and no SIGBUS whatever becomes of the file.
+Failure Origin::from_file(uint64_t at, char *to, uint64_t nbytes) const {
+    return all(nbytes, "cannot read the seed's shared memory", [&](uint64_t done) {
+        return pread(origin_.handle, to + done, nbytes - done, static_cast<off_t>(at + done));
+    });
+}
+
+Failure Origin::from_process(uint64_t at, char *to, uint64_t nbytes) const {
+    return all(nbytes, "cannot read the seed's memory", [&](uint64_t done) {
+        const iovec here{to + done, nbytes - done};
+        const iovec there{reinterpret_cast<void *>(at + done), nbytes - done};
+        return process_vm_readv(origin_.handle, &here, 1, &there, 1, 0);
+    });
+}
+
+}  // namespace tl
