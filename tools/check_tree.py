@@ -29,6 +29,7 @@ RESTRICTED = {
         "compat.py",
         "integrations/",
         "forking/offering.py",
+        "forking/shared_memory.py",
     ),
 }
 # Where it may be imported inside a function: only when it is needed.

@@ -15,13 +15,16 @@ import torch
 
 from support import leaks
 from tensorlift.engine.abi_fork import Outcome
-from tensorlift.errors import ForkError, ManifestError, RequestError, SeedError
-from tensorlift.forking import reader
+from tensorlift.errors import ForkError, ManifestError, OptionError, RequestError, SeedError
+from tensorlift.forking import shm, transports
 from tensorlift.forking.client import SeedClient
+from tensorlift.forking.connection import SocketConnection
 from tensorlift.forking.fork import fork_into
-from tensorlift.forking.manifest import ModelKey, Offer, encode
+from tensorlift.forking.manifest import Layout, ModelKey, Offer, encode
 from tensorlift.forking.seed import Seed
+from tensorlift.forking.shared_memory import shared_tensors
 from tensorlift.forking.tcp import TcpConnection
+from tensorlift.forking.transports import Served
 
 KEY = ModelKey(model="org/model")
 SMALL: dict[str, Any] = {"chunk_bytes": 4000, "patience": 20.0}
@@ -64,8 +67,44 @@ def test_a_fork(seed: Seed) -> None:
     assert result.by_source == {seed.url: result.bytes}
     assert result.moved_bytes == result.bytes
     assert result.left == ()
+    assert result.transports == {seed.url: "shm (process_vm_readv)"}
     assert told == sorted(told)
     assert seed.stats()["readers"] == 0
+
+
+def test_transports_are_chosen_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Seed(Model(1), KEY, transports=["memory", "shm", "tcp"]) as seed:
+
+        def taken(*only: str) -> str:
+            model = Model(2)
+            found = fork_into(model, seed.url, **SMALL, **({"transports": only} if only else {}))
+            assert same(model, Model(1))
+            return found.transports[seed.url]
+
+        assert taken() == "memory"
+        assert taken("tcp", "shm") == "shm (process_vm_readv)"
+        assert taken("tcp") == "tcp"
+        monkeypatch.setattr(shm, "_host", lambda: "0" * 32)
+        assert taken("tcp", "shm").startswith("tcp; not shm: the seed is on another host")
+        with pytest.raises(ForkError, match=r"no transport can be had: not shm: the seed is on another host"):
+            taken("shm")
+    with Seed(Model(1), KEY, transports=["tcp"]) as seed:
+        with pytest.raises(ForkError, match=r"offers no transport that this fork takes: shm"):
+            fork_into(Model(2), seed.url, transports=["shm"])
+        with pytest.raises(OptionError, match=r"transports is \['rdma'\]"):
+            fork_into(Model(2), seed.url, transports=["rdma"])
+
+
+def test_weights_in_shared_memory() -> None:
+    layouts = [Layout(f"t{k}", "float32", (30, 50), (50, 1)) for k in range(5)]
+    offered = shared_tensors(layouts)
+    for number, tensor in enumerate(offered.values()):
+        tensor.fill_(number)
+    with Seed(offered, KEY) as seed:
+        mine = {layout.name: torch.empty(layout.shape) for layout in layouts}
+        result = fork_into(mine, seed.url, **SMALL)
+        assert result.transports == {seed.url: "shm (memfd)"}
+        assert [int(tensor.unique()) for tensor in mine.values()] == list(range(5))
 
 
 def test_a_fork_is_a_seed(seed: Seed) -> None:
@@ -274,24 +313,24 @@ class Lying(TcpConnection):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_chunks_that_come_wrong(seed: Seed, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    monkeypatch.setattr(reader, "TcpConnection", Lying)
+    monkeypatch.setattr(transports, "_CONNECTIONS", {"tcp": Lying})
     monkeypatch.setattr(Lying, "times", times)
     monkeypatch.setattr(Lying, "wrong", {})
     model = Model(2)
     if times == 1:
-        result = fork_into(model, seed.url, **SMALL)
+        result = fork_into(model, seed.url, transports=["tcp"], **SMALL)
         assert same(model, Model(1))
         assert result.moved_bytes == 2 * result.bytes
     else:
         with pytest.raises(ForkError, match="what it sends does not have the digest that comes with it"):
-            fork_into(model, seed.url, **SMALL)
+            fork_into(model, seed.url, transports=["tcp"], **SMALL)
 
 
 def test_a_failure_of_our_own_is_not_the_seeds(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(TcpConnection, "fetch", fail)
+    monkeypatch.setattr(SocketConnection, "fetch", fail)
     with pytest.raises(MemoryError, match="no memory"):
         fork_into(Model(2), seed.url, **SMALL)
 
@@ -318,13 +357,9 @@ def test_a_seed_that_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     address = f"127.0.0.1:{silent.getsockname()[1]}"
-    with Seed(Model(1), KEY) as stopped, Seed(Model(1), KEY) as other:
-        monkeypatch.setattr(type(stopped._tcp), "address", property(lambda server: real(server, address)))
-        stopped_tcp = stopped._tcp
-
-        def real(server: Any, false: str) -> str:
-            return false if server is stopped_tcp else server._listener.address
-
+    with Seed(Model(1), KEY, transports=["tcp"]) as stopped, Seed(Model(1), KEY) as other:
+        offers = (Offer("tcp", address),)
+        monkeypatch.setattr(Served, "offers", property(lambda served: offers))
         stopped._publish()
         model = Model(2)
         result = fork_into(model, [stopped.url, other.url], chunk_bytes=4000, patience=5.0)

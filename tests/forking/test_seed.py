@@ -23,7 +23,7 @@ from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.matching import copies_of, errands
 from tensorlift.forking.offering import named_tensors, offer
 from tensorlift.forking.seed import Seed
-from tensorlift.forking.tcp import TcpConnection
+from tensorlift.forking.transports import connect
 
 KEY = ModelKey(model="org/model", revision="abc")
 TOKEN = "t\u00f6ken"
@@ -48,7 +48,7 @@ def read(seed: SeedClient, into: dict[str, torch.Tensor], token: str = TOKEN) ->
     manifest = seed.manifest()
     ours = offer(named_tensors(into))
     lease = seed.lease(30)
-    connection = TcpConnection(manifest.transports[0].address, token, lease.id, 60)
+    connection = connect(manifest.transports, token, lease.id, 60).connection
     outcomes = [
         connection.fetch(chunk, manifest.epoch, places, digest=True).outcome
         for chunk, places, _ in errands(copies_of(manifest.tensors, ours.tensors, ours.memories), 1000)
@@ -73,7 +73,7 @@ def test_an_update(seed: Seed) -> None:
     client, into = SeedClient(seed.url, TOKEN), model(1)
     old = client.manifest()
     lease = client.lease(3)  # of a reader that is stopped
-    connection = TcpConnection(old.transports[0].address, TOKEN, lease.id, 60)
+    connection = connect(old.transports, TOKEN, lease.id, 60).connection
     tensors = {one.name: one.tensor for one in seed._named}
     with seed.updating(timeout=60, weights="v2"):
         with pytest.raises(SeedError, match=r"it updates its weights; ask again in 0\.1 s") as caught:
@@ -118,7 +118,7 @@ def test_an_update_waits_for_its_readers(seed: Seed) -> None:
 
 def read_one(client: SeedClient, lease: str) -> int:
     manifest = client.manifest()
-    connection = TcpConnection(manifest.transports[0].address, TOKEN, lease, 60)
+    connection = connect(manifest.transports, TOKEN, lease, 60).connection
     places = np.zeros((0, 3), np.uint64)
     chunk = errands(
         copies_of(manifest.tensors, manifest.tensors, [Memory(0, 0)] * len(manifest.regions)), 100

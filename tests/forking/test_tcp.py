@@ -1,4 +1,4 @@
-"""A seed that listens and forks that connect: bytes, tokens, leases, epochs, and ends on either side."""
+"""What only TCP has: strangers who connect, ports, addresses. What it shares: test_transports.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from support import leaks
 from tensorlift.engine.abi_fork import Memory, Outcome
 from tensorlift.forking.chunks import Chunk, ChunkQueue, cut
+from tensorlift.forking.sender import Sender
 from tensorlift.forking.tcp import TcpConnection, TcpServer
 from tensorlift.plan.extents import Extents
 
@@ -26,14 +27,24 @@ class Seed:
     def __init__(self, token: str = "secret", host: str = "127.0.0.1") -> None:
         random = np.random.default_rng(1)
         self.regions = [random.integers(0, 256, size, np.uint8) for size in (5 * MIB + 3, 100)]
-        self.leases = {LEASE}
         places = [Memory(array.ctypes.data, array.nbytes) for array in self.regions]
-        self.server = TcpServer(
-            [Memory(*place) for place in places], self.leases.__contains__, host=host, token=token
-        )
+        self.sender = Sender(places, lambda lease: lease == LEASE, token)
+        try:
+            self.server = TcpServer(self.sender, host)
+        except BaseException:
+            self.sender.close()
+            raise
 
-    def connect(self, token: str = "secret", lease: str = LEASE, seconds: float = PATIENCE) -> TcpConnection:
-        return TcpConnection(self.server.address, token, lease, seconds)
+    @property
+    def address(self) -> str:
+        return self.server.offer.address
+
+    def connect(self, token: str = "secret") -> TcpConnection:
+        return TcpConnection(self.address, token, LEASE, PATIENCE)
+
+    def close(self) -> None:
+        self.server.close()
+        self.sender.close()
 
 
 @pytest.fixture
@@ -41,24 +52,15 @@ def seed() -> Iterator[Seed]:
     with leaks.nothing_left():
         made = Seed()
         yield made
-        made.server.close()
+        made.close()
 
 
-def fetch(connection: TcpConnection, chunk: Chunk, epoch: int = 0) -> tuple[int, bytes]:
+def fetch(connection: TcpConnection, chunk: Chunk) -> tuple[int, bytes]:
     memory = np.zeros(chunk.nbytes, np.uint8)
     places = np.array([[0, chunk.nbytes, memory.ctypes.data]], np.uint64)
-    came = connection.fetch(chunk, epoch, places, digest=True)
+    came = connection.fetch(chunk, 0, places, digest=True)
     assert came.verified == (came.outcome in (Outcome.OK, Outcome.WRONG))
     return came.outcome, memory.tobytes()
-
-
-def test_bytes(seed: Seed) -> None:
-    connection = seed.connect()
-    for chunk in (Chunk(1, 0, 100), Chunk(0, 3, 5 * MIB), Chunk(1, 99, 1)):
-        expected = seed.regions[chunk.region][chunk.offset : chunk.offset + chunk.nbytes].tobytes()
-        assert fetch(connection, chunk) == (Outcome.OK, expected)
-    connection.close()
-    assert seed.server.stats()["sent_chunks"] == 3
 
 
 def test_connections_pull_from_one_queue(seed: Seed) -> None:
@@ -91,49 +93,7 @@ def test_connections_pull_from_one_queue(seed: Seed) -> None:
     assert sum(queue.moved_bytes.values()) == memory.nbytes
 
 
-@pytest.mark.parametrize(("token", "lease"), [("Secret", LEASE), ("", LEASE), ("secret", "b" * 32)])
-def test_who_does_not_get_in(seed: Seed, token: str, lease: str) -> None:
-    with pytest.raises(ConnectionRefusedError, match="does not take this token or lease"):
-        seed.connect(token, lease)
-    assert seed.server.stats()["connections"] == 0
-
-
-def test_a_lease_that_has_ended(seed: Seed) -> None:
-    seed.leases.clear()
-    with pytest.raises(ConnectionRefusedError):
-        seed.connect()
-
-
-def test_an_epoch_that_is_over(seed: Seed) -> None:
-    connection = seed.connect()
-    seed.server.set_epoch(1, False)
-    assert fetch(connection, Chunk(1, 0, 5))[0] == Outcome.STALE
-    assert fetch(connection, Chunk(1, 0, 5), epoch=1)[0] == Outcome.CLOSED
-    seed.server.set_epoch(1, True)
-    assert fetch(connection, Chunk(1, 0, 5), epoch=1)[0] == Outcome.OK
-    connection.close()
-
-
-def test_what_no_manifest_says_ends_the_connection(seed: Seed) -> None:
-    connection = seed.connect()
-    assert fetch(connection, Chunk(7, 0, 5))[0] == Outcome.RANGE
-    with pytest.raises(ConnectionError):
-        fetch(connection, Chunk(1, 0, 5))
-    connection.close()
-
-
-def test_a_seed_that_ends(seed: Seed) -> None:
-    connection = seed.connect()
-    seed.server.close()
-    with pytest.raises(ConnectionError, match="0 of 5 bytes came"):
-        fetch(connection, Chunk(1, 0, 5))
-    connection.close()
-    with pytest.raises(OSError):
-        seed.connect()
-
-
-def test_a_fork_that_gives_up(seed: Seed) -> None:
-    """From another thread, while nothing comes: the seed that is connected to never answers."""
+def test_a_seed_that_says_nothing() -> None:
     silent = socket.create_server(("127.0.0.1", 0))
     failures: list[BaseException] = []
 
@@ -148,26 +108,21 @@ def test_a_fork_that_gives_up(seed: Seed) -> None:
     thread.join()
     assert isinstance(failures[0], TimeoutError)
     silent.close()
-    connection = seed.connect()
-    connection.shutdown()
-    with pytest.raises(ConnectionError):
-        fetch(connection, Chunk(1, 0, 5))
-    connection.close()
 
 
 def test_strangers_who_say_nothing_keep_nobody_out(seed: Seed) -> None:
-    host, port = seed.server.address.rsplit(":", 1)
+    host, port = seed.address.rsplit(":", 1)
     strangers = [socket.create_connection((host, int(port))) for _ in range(20)]
     connection = seed.connect()
     assert fetch(connection, Chunk(1, 0, 5))[0] == Outcome.OK
     connection.close()
-    seed.server.close()  # does not wait for them
+    seed.close()  # does not wait for them
     for stranger in strangers:
         stranger.close()
 
 
 def test_more_strangers_than_hands_are_sent_away(seed: Seed) -> None:
-    host, port = seed.server.address.rsplit(":", 1)
+    host, port = seed.address.rsplit(":", 1)
     strangers = []
     for _ in range(40):
         strangers.append(socket.create_connection((host, int(port)), timeout=PATIENCE))
@@ -183,7 +138,7 @@ def test_without_a_token() -> None:
     connection = seed.connect(token="")
     assert fetch(connection, Chunk(1, 0, 100))[1] == seed.regions[1].tobytes()
     connection.close()
-    seed.server.close()
+    seed.close()
 
 
 def test_version_6_of_the_protocol() -> None:
@@ -191,14 +146,14 @@ def test_version_6_of_the_protocol() -> None:
         seed = Seed(host="::1")
     except OSError:
         pytest.skip("no IPv6 loopback here")
-    assert seed.server.address.startswith("[::1]:")
+    assert seed.address.startswith("[::1]:")
     connection = seed.connect()
     assert fetch(connection, Chunk(1, 0, 100))[1] == seed.regions[1].tobytes()
     connection.close()
-    seed.server.close()
+    seed.close()
 
 
 def test_a_port_that_is_taken(seed: Seed) -> None:
-    port = int(seed.server.address.rsplit(":", 1)[1])
+    port = int(seed.address.rsplit(":", 1)[1])
     with leaks.nothing_left(), pytest.raises(OSError):
-        TcpServer([], lambda lease: True, port=port)
+        TcpServer(seed.sender, port=port)

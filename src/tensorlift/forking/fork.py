@@ -15,6 +15,7 @@ from tensorlift.forking.manifest import Layout, Manifest, ModelKey, differences
 from tensorlift.forking.matching import copies_of, errands
 from tensorlift.forking.offering import Offering, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source, failed, told
+from tensorlift.forking.transports import TRANSPORTS, check_transports
 from tensorlift.progress import Report as Progress
 
 __all__ = ["Forked", "fork_into"]
@@ -39,6 +40,8 @@ class Forked:
     """Which weights these are; the model is a seed of the same ones now."""
     weights: str
     """The version that was taken."""
+    transports: Mapping[str, str]
+    """By which transport each seed was read, and why not by a better one."""
     left: tuple[str, ...] = ()
     """Seeds that were left behind, each with the reason."""
 
@@ -54,16 +57,19 @@ def fork_into(
     patience: float = 10.0,
     chunk_bytes: int = _CHUNK_BYTES,
     progress: Progress | None = None,
+    transports: Sequence[str] = TRANSPORTS,
 ) -> Forked:
     """Fills the tensors of a model from one seed or several that offer the same weights.
 
     key: which weights are wanted, of the seed or of another rank behind its URL; without it those of the
     first seed. ca: a file of certificates (PEM) that https:// seeds are trusted by. connections: to each
-    seed. patience: seconds that a seed may do nothing, or keep a fork waiting. Names, dtypes, shapes and
-    strides are compared before a byte is written; each chunk with its digest and its epoch. Raises ForkError,
-    SeedError, ManifestError, RequestError, OptionError; after an error the tensors' contents are undefined.
+    seed. patience: seconds that a seed may do nothing, or keep a fork waiting. transports: those that may be
+    taken. Names, dtypes, shapes and strides are compared before a byte is written; each chunk with its digest
+    and its epoch. Raises ForkError, SeedError, ManifestError, RequestError, OptionError; after an error the
+    tensors' contents are undefined.
     """
     begin = time.monotonic()
+    kinds = check_transports(transports)
     named = named_tensors(model)
     ours = offer(named)
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
@@ -75,10 +81,10 @@ def fork_into(
     left: dict[str, str] = {}
     moved = 0
     for _ in range(_ATTEMPTS):
-        sources = _sources(clients, wanted, ours, left)
+        sources = _sources(clients, wanted, ours, kinds, left)
         work = errands(copies_of(sources[0].manifest.tensors, ours.tensors, ours.memories), chunk_bytes)
         total = sum(errand.chunk.nbytes for errand in work)
-        reader = Reader(work, sources, secret, connections, patience)
+        reader = Reader(work, sources, secret, connections, patience, kinds)
         reader.run(functools.partial(_tell, progress, total))
         moved += sum(reader.queue.moved_bytes.values())
         left |= {source.name: source.gone for source in sources if source.gone}
@@ -91,6 +97,7 @@ def fork_into(
                 moved_bytes=moved,
                 key=sources[0].manifest.key,
                 weights=sources[0].manifest.weights,
+                transports={source.name: source.transport for source in sources if source.transport},
                 left=tuple(f"{name}: {why}" for name, why in left.items()),
             )
         if not any(source.stale for source in sources):
@@ -107,7 +114,11 @@ def _tell(progress: Progress | None, total: int, done: int) -> None:
 
 
 def _sources(
-    clients: Sequence[SeedClient], key: ModelKey | None, ours: Offering, left: dict[str, str]
+    clients: Sequence[SeedClient],
+    key: ModelKey | None,
+    ours: Offering,
+    kinds: Sequence[str],
+    left: dict[str, str],
 ) -> list[Source]:
     """The seeds that offer what is wanted, in the same regions; raises why there is none."""
     layouts = [Layout(one.name, one.dtype, one.shape, one.stride) for one in ours.tensors]
@@ -118,7 +129,7 @@ def _sources(
             if key is not None:
                 client = client.peer(key)
             manifest = client.manifest()
-            _check(client, manifest, key, layouts)
+            _check(client, manifest, key, layouts, kinds)
         except ForkError as error:
             first = first or error
             left[client.url] = str(error).removeprefix(client.url).lstrip(": ")
@@ -133,7 +144,13 @@ def _sources(
     return found
 
 
-def _check(client: SeedClient, manifest: Manifest, key: ModelKey | None, layouts: Sequence[Layout]) -> None:
+def _check(
+    client: SeedClient,
+    manifest: Manifest,
+    key: ModelKey | None,
+    layouts: Sequence[Layout],
+    kinds: Sequence[str],
+) -> None:
     if key is not None and manifest.key != key:
         raise ForkError(
             f"{client.url} has {told_key(manifest.key)}, wanted is {told_key(key)}; name a seed of the same "
@@ -141,8 +158,8 @@ def _check(client: SeedClient, manifest: Manifest, key: ModelKey | None, layouts
         )
     if unlike := differences(manifest, layouts):
         raise ForkError(f"{client.url} has other weights than the model here: " + "; ".join(unlike))
-    if not any(offer.kind == "tcp" for offer in manifest.transports):
-        raise ForkError(f"{client.url} offers no transport that this fork knows: tcp")
+    if not any(offer.kind in kinds for offer in manifest.transports):
+        raise ForkError(f"{client.url} offers no transport that this fork takes: {', '.join(kinds)}")
 
 
 def _alike(one: Manifest, other: Manifest) -> bool:

@@ -16,7 +16,7 @@ import secrets
 import socket
 from collections.abc import Callable
 
-__all__ = ["introduce", "welcome"]
+__all__ = ["introduce", "receive", "welcome"]
 
 _HELLO, _RANDOM_BYTES, _LEASE_BYTES, _CODE_BYTES = b"TLH1", 32, 32, 32
 _FORK, _SEED = b"tensorlift fork", b"tensorlift seed"
@@ -29,7 +29,7 @@ def welcome(peer: socket.socket, token: str, is_live: Callable[[str], bool]) -> 
     """
     ours = secrets.token_bytes(_RANDOM_BYTES)
     peer.sendall(_HELLO + ours)
-    said = _receive(peer, _RANDOM_BYTES + _LEASE_BYTES + _CODE_BYTES)
+    said = receive(peer, _RANDOM_BYTES + _LEASE_BYTES + _CODE_BYTES)
     theirs, lease, code = said[:32], said[32:64], said[64:]
     # Both are looked at before anything is said, so that a stranger learns nothing of leases.
     known = hmac.compare_digest(code, _code(token, _FORK, ours, theirs, lease))
@@ -44,14 +44,14 @@ def introduce(peer: socket.socket, token: str, lease: str) -> None:
     """The fork's side. Raises ConnectionRefusedError where the seed does not take token or lease, or does not
     know the token itself; OSError for what else ends a connection.
     """
-    hello = _receive(peer, len(_HELLO) + _RANDOM_BYTES)
+    hello = receive(peer, len(_HELLO) + _RANDOM_BYTES)
     if not hello.startswith(_HELLO):
         raise ConnectionRefusedError("who listens there is no seed of this version of tensorlift")
     theirs, ours = hello[len(_HELLO) :], secrets.token_bytes(_RANDOM_BYTES)
     given = lease.encode("ascii")
     peer.sendall(ours + given + _code(token, _FORK, theirs, ours, given))
     try:
-        code = _receive(peer, _CODE_BYTES)
+        code = receive(peer, _CODE_BYTES)
     except ConnectionError:
         raise ConnectionRefusedError("the seed does not take this token or lease") from None
     if not hmac.compare_digest(code, _code(token, _SEED, theirs, ours, given)):
@@ -62,7 +62,7 @@ def _code(token: str, word: bytes, seed: bytes, fork: bytes, lease: bytes) -> by
     return hmac.digest(token.encode("utf-8"), word + seed + fork + lease, "sha256")
 
 
-def _receive(peer: socket.socket, nbytes: int) -> bytes:
+def receive(peer: socket.socket, nbytes: int) -> bytes:
     """So many bytes; ConnectionAbortedError where the other side closes before."""
     parts = bytearray()
     while len(parts) < nbytes:

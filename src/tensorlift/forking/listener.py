@@ -27,6 +27,8 @@ class Listener:
         """Listens; accepts from start() on. ``most``: threads at once, more connections are sent away.
         ``tls``: talked under it.
 
+        ``host``: or a name of Linux's abstract namespace, which begins with a zero byte.
+
         ``talk`` may detach the socket; else it is closed when that returns. It has to end when the socket is
         shut down, and raises OSError at most. Raises OSError where nobody can listen there.
         """
@@ -35,11 +37,9 @@ class Listener:
         self._free = threading.BoundedSemaphore(most)
         self._lock = threading.Lock()
         self._talking: dict[threading.Thread, socket.socket] = {}
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=128)
-        name, number = self._socket.getsockname()[:2]
-        self.address = f"[{name}]:{number}" if ":" in name else f"{name}:{number}"
-        """host:port."""
+        self._socket = _listening(host, port)
+        self.address = _name_of(self._socket)
+        """host:port, or the name."""
         self._thread = threading.Thread(target=self._accept, name="tensorlift-seed", daemon=True)
 
     def start(self) -> None:
@@ -117,3 +117,25 @@ class Listener:
             self._talking.pop(thread, None)
         peer.close()
         self._free.release()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    if not host.startswith("\0"):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.bind(host)
+        made.listen(128)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _name_of(listening: socket.socket) -> str:
+    name = listening.getsockname()
+    if isinstance(name, bytes):
+        return name.decode("ascii")
+    host, port = name[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

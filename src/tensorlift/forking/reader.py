@@ -14,7 +14,7 @@ from tensorlift.forking.chunks import ChunkQueue
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.manifest import Manifest
 from tensorlift.forking.matching import Errand
-from tensorlift.forking.tcp import TcpConnection
+from tensorlift.forking.transports import TRANSPORTS, Connection, connect
 
 __all__ = ["Reader", "Source"]
 
@@ -38,7 +38,9 @@ class Source:
     """Why nothing is read from it any more."""
     stale: bool = False
     """Because it has other weights now."""
-    connections: list[TcpConnection] = field(default_factory=list)
+    transport: str = ""
+    """What it was read by; see Connected."""
+    connections: list[Connection] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -56,11 +58,12 @@ class Reader:
         token: str,
         connections: int,
         patience: float,
+        transports: Sequence[str] = TRANSPORTS,
     ) -> None:
         """``connections``: to each source; ``patience``: seconds that one may do nothing."""
         self.queue = ChunkQueue(errand.chunk for errand in errands)
         self._errands, self._sources, self._token = errands, sources, token
-        self._connections, self._patience = connections, patience
+        self._connections, self._patience, self._transports = connections, patience, transports
         self._state = threading.Condition()
         self._stopping = False
         self._failure: BaseException | None = None
@@ -139,10 +142,12 @@ class Reader:
             self._leave(source, str(error))
 
     def _pull(self, source: Source) -> None:
-        address = next(offer.address for offer in source.manifest.transports if offer.kind == "tcp")
-        connection = TcpConnection(address, self._token, source.lease, self._patience)
+        connection, transport = connect(
+            source.manifest.transports, self._token, source.lease, self._patience, self._transports
+        )
         try:
             with self._state:
+                source.transport = transport
                 source.connections.append(connection)
             while (number := self._next(source)) is not None:
                 self._bring(source, connection, number)
@@ -162,7 +167,7 @@ class Reader:
                 self._state.wait(0.2)
             return None
 
-    def _bring(self, source: Source, connection: TcpConnection, number: int) -> None:
+    def _bring(self, source: Source, connection: Connection, number: int) -> None:
         chunk, places, device = self._errands[number]
         try:
             came = connection.fetch(chunk, source.manifest.epoch, places, digest=True, device=device)

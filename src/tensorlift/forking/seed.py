@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tensorlift.errors import RequestError
 from tensorlift.forking.control import StateAnswer, talk
@@ -16,11 +16,11 @@ from tensorlift.forking.keys import checked_key, checked_token, told_key
 from tensorlift.forking.leases import Lease, Leases
 from tensorlift.forking.links import link_rate
 from tensorlift.forking.listener import Listener
-from tensorlift.forking.manifest import Manifest, ModelKey, Offer, encode, layout_digest
+from tensorlift.forking.manifest import Manifest, ModelKey, encode, layout_digest
 from tensorlift.forking.offering import named_tensors, offer, settle
 from tensorlift.forking.ranks import JoinRequest, RankTable
-from tensorlift.forking.tcp import TcpServer
 from tensorlift.forking.throttle import parse_limit
+from tensorlift.forking.transports import Served
 
 __all__ = ["Seed"]
 
@@ -32,7 +32,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Seed:
-    """Weights over TCP, and what is said about them over HTTP at ``url``.
+    """Weights by several transports, and what is said about them over HTTP at ``url``.
 
     Tensors stay as long as the seed; changing them outside of updating() is seen by no reader.
     """
@@ -53,10 +53,12 @@ class Seed:
         join: str | None = None,
         ca: Ca | None = None,
         join_timeout: float = 10.0,
+        transports: Sequence[str] = ("shm", "tcp"),
     ) -> None:
         """Begins.
 
-        limit: such as "2GB/s", or "25%" of the network's rate; readers: forks at once; weights: the version.
+        limit: such as "2GB/s", or "25%" of the network's rate; readers: forks at once; weights: the version;
+        transports: which are offered, see docs/fork.md.
         tls: (file of certificates, file of their key), or an ssl.SSLContext, for what is asked over HTTP.
         join: the URL of another seed, of the same token, that names this one to forks which want its key; ca:
         a file of certificates to trust that one by; join_timeout: seconds it may not be there yet. Raises
@@ -82,7 +84,14 @@ class Seed:
         rate = parse_limit(limit, "limit", lambda: link_rate(host))
         self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS, encrypted)
         try:
-            self._tcp = TcpServer(self._offering.memories, self._is_live, host=host, token=token, limit=rate)
+            self._served = Served(
+                self._offering.memories,
+                self._is_live,
+                host=host,
+                token=token,
+                limit=rate,
+                transports=transports,
+            )
             self._publish()
             self._http.start()
             if front is not None:
@@ -100,7 +109,7 @@ class Seed:
         offering = self._offering
         manifest = Manifest(
             instance=self.instance, epoch=self._leases.epoch, weights=self._weights, key=self.key,
-            layout=layout_digest(offering.tensors), transports=(Offer("tcp", self._tcp.address),),
+            layout=layout_digest(offering.tensors), transports=self._served.offers,
             regions=offering.regions, tensors=offering.tensors,
         )  # fmt: skip
         self._manifest = (f'"{self.instance}-{manifest.epoch}"', encode(manifest))
@@ -149,7 +158,7 @@ class Seed:
             self._leases.begin_update()
             self._wait_for_readers(timeout)
             self._leases.move_on()
-            self._tcp.set_epoch(self._leases.epoch, False)
+            self._served.set_epoch(self._leases.epoch, False)
             self._weights = weights
             self._publish()
         try:
@@ -157,7 +166,7 @@ class Seed:
         finally:
             settle(self._named)
             with self._changed:
-                self._tcp.set_epoch(self._leases.epoch, True)
+                self._served.set_epoch(self._leases.epoch, True)
                 self._leases.end_update()
 
     def _wait_for_readers(self, timeout: float) -> None:
@@ -166,14 +175,14 @@ class Seed:
             self._changed.wait(min(end, self._leases.next_end(now)) - now)
 
     def stats(self) -> dict[str, int]:
-        """epoch and readers now, refused_leases, and what the transport counts: see TcpServer.stats()."""
+        """epoch and readers now, refused_leases, and what the transports count: see Sender.stats()."""
         with self._changed:
             leases = {
                 "epoch": self._leases.epoch,
                 "readers": self._leases.live(time.monotonic()),
                 "refused_leases": self._leases.refused,
             }
-        return leases | self._tcp.stats()
+        return leases | self._served.stats()
 
     def close(self, timeout: float = 0.0) -> None:
         """Ends all readers, at once or after as many seconds as they may have to end; frees the weights."""
@@ -184,9 +193,9 @@ class Seed:
             self._leases.close()
             self._wait_for_readers(timeout)
         self._http.close()
-        tcp = getattr(self, "_tcp", None)
-        if tcp is not None:
-            tcp.close()
+        served = getattr(self, "_served", None)
+        if served is not None:
+            served.close()
         self._named = []
 
     def __repr__(self) -> str:

@@ -1,0 +1,170 @@
+"""What carries bytes from a seed to a fork: one contract, several transports, and which of them is taken.
+
+A seed offers all that it can (Served); a fork takes the best one that works between the two (connect).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from tensorlift.engine import abi, abi_fork
+from tensorlift.errors import OptionError
+from tensorlift.forking.chunks import Chunk
+from tensorlift.forking.connection import NotHereError
+from tensorlift.forking.manifest import Offer
+from tensorlift.forking.memory import MemoryConnection, MemoryServer
+from tensorlift.forking.sender import Sender
+from tensorlift.forking.shm import ShmConnection, ShmServer
+from tensorlift.forking.tcp import TcpConnection, TcpServer
+
+__all__ = ["TRANSPORTS", "Connected", "Connection", "Served", "Server", "check_transports", "connect"]
+
+TRANSPORTS = ("memory", "shm", "tcp")
+"""The best first. memory is for tests: both in one process."""
+
+
+class Server(Protocol):
+    """One transport of a seed. Epochs, limit and counters are the Sender's, which all of them share."""
+
+    @property
+    def offer(self) -> Offer:
+        """What the manifest says of it."""
+
+    def close(self) -> None:
+        """Lets nobody in any more; who is in is the sender's to end."""
+
+
+class Connection(Protocol):
+    """One connection of a fork. Chunks come one after another, by one thread."""
+
+    how: str
+    """What a transport with several ways has taken."""
+
+    def fetch(
+        self,
+        chunk: Chunk,
+        epoch: int,
+        places: abi_fork.Places,
+        digest: bool,
+        device: tuple[int, int] = (abi.DEVICE_CPU, 0),
+    ) -> abi_fork.Chunk:
+        """Writes a chunk to its places. ``outcome`` OK: the bytes are there, and all are of this epoch;
+        STALE, CLOSED, RANGE: the seed has others, gives none now, or has no such ones; WRONG: they do not
+        have the digest that the seed has made. ``verified``: they were compared with one. ``device``: kind
+        and index of the one that all places are on.
+
+        Raises ConnectionError where the connection is of no use any more, DeviceError where the device is not.
+        """
+
+    def shutdown(self) -> None:
+        """Ends a fetch() of another thread with an error."""
+
+    def close(self) -> None:
+        """No other thread may be in fetch()."""
+
+
+_SERVERS: Mapping[str, Callable[[Sender, str, int], Server]] = {
+    "memory": lambda sender, host, port: MemoryServer(sender),
+    "shm": lambda sender, host, port: ShmServer(sender),
+    "tcp": TcpServer,
+}
+_CONNECTIONS: Mapping[str, Callable[[str, str, str, float], Connection]] = {
+    "memory": MemoryConnection,
+    "shm": ShmConnection,
+    "tcp": TcpConnection,
+}
+
+
+def check_transports(kinds: Sequence[str]) -> tuple[str, ...]:
+    """These, the best first. Raises OptionError for one that there is not, and for none."""
+    if isinstance(kinds, str) or not kinds or set(kinds) - set(TRANSPORTS):
+        raise OptionError(f"transports is {kinds!r}; expected some of {', '.join(TRANSPORTS)}, in a list")
+    return tuple(kind for kind in TRANSPORTS if kind in kinds)
+
+
+class Served:
+    """Regions of memory, by all transports that work here."""
+
+    def __init__(
+        self,
+        regions: Sequence[abi_fork.Memory],
+        is_live: Callable[[str], bool],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+        limit: int | None = None,
+        transports: Sequence[str] = ("shm", "tcp"),
+    ) -> None:
+        """Begins. ``regions`` stay until close(); ``is_live``: whether it is a lease; ``limit``: bytes/s, of
+        all transports together.
+
+        Raises OSError where it cannot listen on host and port, or by no transport; OptionError; RequestError for
+        a device that cannot be read.
+        """
+        kinds = check_transports(transports)
+        self._servers: list[Server] = []
+        self._sender = Sender(regions, is_live, token, limit)
+        try:
+            for kind in kinds:
+                try:
+                    self._servers.append(_SERVERS[kind](self._sender, host, port))
+                except OSError:
+                    # What is only faster need not work everywhere.
+                    if kind == kinds[-1]:
+                        raise
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        """What the manifest says of them, the best first."""
+        return tuple(server.offer for server in self._servers)
+
+    def set_epoch(self, epoch: int, is_open: bool) -> None:
+        """What is asked for with another epoch, or while it is not open, is refused from now on."""
+        self._sender.set_epoch(epoch, is_open)
+
+    def stats(self) -> dict[str, int]:
+        """See Sender.stats()."""
+        return self._sender.stats()
+
+    def close(self) -> None:
+        """Ends every connection; after it no byte of a region is read by this process."""
+        for server in self._servers:
+            server.close()
+        self._sender.close()
+
+
+class Connected(NamedTuple):
+    """A connection, and how it came to be this one."""
+
+    connection: Connection
+    transport: str
+    """For a report: which one it is, and why none that is better."""
+
+
+def connect(
+    offers: Iterable[Offer], token: str, lease: str, seconds: float, transports: Sequence[str] = TRANSPORTS
+) -> Connected:
+    """By the best transport that is offered and can be had here. ``seconds``: the seed may do nothing for.
+
+    Raises ConnectionRefusedError where the seed does not take token or lease, or there is no transport;
+    OSError for what else ends a connection.
+    """
+    addresses = {offer.kind: offer.address for offer in offers}
+    passed = []
+    for kind in check_transports(transports):
+        if kind not in addresses:
+            continue
+        try:
+            made = _CONNECTIONS[kind](addresses[kind], token, lease, seconds)
+        except NotHereError as error:
+            passed.append(f"not {kind}: {error}")
+            continue
+        name = f"{kind} ({made.how})" if made.how else kind
+        return Connected(made, "; ".join([name, *passed]))
+    why = "; ".join(passed) or f"the seed offers {', '.join(addresses) or 'none'}"
+    raise ConnectionRefusedError(f"no transport can be had: {why}")
