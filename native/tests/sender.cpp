@@ -57,11 +57,33 @@ tl_chunk chunk_of(std::uint32_t region, std::uint64_t offset, std::uint64_t nbyt
     return chunk;
 }
 
-tl_status fetch(int fd, tl_chunk &chunk, Bytes &to, tl_staging *staging = nullptr) {
+tl_status fetch(int fd, tl_chunk &chunk, Bytes &to, tl_staging *staging = nullptr,
+                const tl_origin *origin = nullptr) {
     to.assign(chunk.nbytes, 0);
     const tl_place place{0, chunk.nbytes, reinterpret_cast<std::uintptr_t>(to.data())};
-    return tl_chunk_fetch(fd, &chunk, &place, 1, staging, nullptr, nullptr);
+    return tl_chunk_fetch(fd, &chunk, &place, 1, staging, origin, nullptr);
 }
+
+// Memory that a fork reaches in one of the three ways; this process is its own seed.
+struct Reached {
+    tl_origin origin{};
+    int fd = -1;
+    std::uint64_t address = 0;
+
+    Reached(std::int32_t kind, const Bytes &bytes) {
+        origin = {kind, 0, reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size()};
+        if (kind == TL_ORIGIN_PROCESS) origin.handle = getpid();
+        if (kind != TL_ORIGIN_FILE) return;
+        tl_error error = no_error();
+        REQUIRE_SAYING(tl_shared_create(bytes.size() + 5, &fd, &address, &error) == TL_OK, error.message);
+        std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char *>(address) + 5);
+        origin.handle = fd;
+        origin.address = 5;
+    }
+    ~Reached() {
+        if (fd >= 0) tl_shared_release(fd, address, origin.nbytes + 5);
+    }
+};
 
 }  // namespace
 
@@ -89,19 +111,65 @@ TEST(readers_at_once) {
     REQUIRE(threads_come_back_to(threads));
 }
 
+TEST(readers_that_copy_for_themselves) {
+    const int files = count_open_files();
+    {
+        Seed seed;
+        const Bytes &region = seed.regions[0];
+        for (std::int32_t kind : {TL_ORIGIN_HERE, TL_ORIGIN_FILE, TL_ORIGIN_PROCESS}) {
+            const Reached reached(kind, region);
+            std::atomic<int> right{0};
+            std::vector<std::thread> readers;
+            for (int k = 0; k < 4; k++) {
+                readers.emplace_back([&, fd = seed.connect(), k] {
+                    for (std::uint64_t at = 0; at < 8; at++) {
+                        tl_chunk chunk = chunk_of(0, at + k, 2 * kMiB, 0);
+                        Bytes got;
+                        if (fetch(fd, chunk, got, nullptr, &reached.origin) == TL_OK &&
+                            chunk.outcome == TL_CHUNK_OK && chunk.verified &&
+                            std::equal(got.begin(), got.end(), region.begin() + static_cast<long>(at + k)))
+                            right++;
+                    }
+                });
+            }
+            for (std::thread &reader : readers) reader.join();
+            REQUIRE_EQ(right.load(), 32);
+        }
+    }
+    REQUIRE_EQ(count_open_files(), files);
+}
+
+TEST(an_origin_gives_nothing_beside_its_bytes) {
+    const Bytes bytes = random_bytes(100, 1);
+    char to[100];
+    for (std::int32_t kind : {TL_ORIGIN_HERE, TL_ORIGIN_FILE, TL_ORIGIN_PROCESS}) {
+        const Reached reached(kind, bytes);
+        REQUIRE_EQ(tl_origin_copy(&reached.origin, 60, to, 40, nullptr), TL_OK);
+        REQUIRE(std::equal(to, to + 40, reinterpret_cast<const char *>(bytes.data()) + 60));
+        REQUIRE_EQ(tl_origin_copy(&reached.origin, 61, to, 40, nullptr), TL_ERR_READ);
+        REQUIRE_EQ(tl_origin_copy(&reached.origin, ~std::uint64_t{0}, to, 2, nullptr), TL_ERR_READ);
+        REQUIRE_EQ(tl_origin_copy(&reached.origin, 100, to, 0, nullptr), TL_OK);
+    }
+    tl_origin nowhere{TL_ORIGIN_PROCESS, getpid(), 16, 100};
+    REQUIRE_EQ(tl_origin_copy(&nowhere, 0, to, 1, nullptr), TL_ERR_READ);
+    nowhere.kind = 9;
+    REQUIRE_EQ(tl_origin_copy(&nowhere, 0, to, 1, nullptr), TL_ERR_ARGUMENT);
+}
+
 TEST(epochs_that_move_while_readers_read) {
     Seed seed;
+    const Reached reached(TL_ORIGIN_PROCESS, seed.regions[0]);
     std::atomic<std::uint64_t> epoch{0};
     std::atomic<bool> stop{false};
     std::atomic<int> failed{0}, right{0};
     std::vector<std::thread> readers;
     for (int k = 0; k < 2; k++) {
         const int fd = seed.connect();
-        readers.emplace_back([&, fd] {
+        readers.emplace_back([&, fd, k] {
             while (!stop) {
                 tl_chunk chunk = chunk_of(0, 0, 3 * kMiB, epoch);
                 Bytes got;
-                if (fetch(fd, chunk, got) != TL_OK) failed++;
+                if (fetch(fd, chunk, got, nullptr, k ? &reached.origin : nullptr) != TL_OK) failed++;
                 if (chunk.outcome == TL_CHUNK_OK &&
                     std::equal(got.begin(), got.end(), seed.regions[0].begin()))
                     right++;
@@ -198,12 +266,13 @@ TEST(an_end_while_bytes_wait_for_their_turn) {
     Seed seed(1);  // one byte a second, behind the first MiB
     std::vector<std::thread> readers;
     std::atomic<int> failed{0};
+    const Reached reached(TL_ORIGIN_HERE, seed.regions[0]);
     for (int k = 0; k < 3; k++) {
         const int fd = seed.connect();
-        readers.emplace_back([&, fd] {
+        readers.emplace_back([&, fd, k] {
             tl_chunk chunk = chunk_of(0, 0, 3 * kMiB, 0);
             Bytes got;
-            if (fetch(fd, chunk, got) == TL_ERR_READ) failed++;
+            if (fetch(fd, chunk, got, nullptr, k ? &reached.origin : nullptr) == TL_ERR_READ) failed++;
         });
     }
     usleep(20000);

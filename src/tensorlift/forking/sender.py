@@ -31,7 +31,7 @@ class Sender:
         token: str = "",
         limit: int | None = None,
     ) -> None:
-        """``regions``: memory that stays until close(); ``is_live``: whether it is a lease; ``limit``: bytes/s.
+        """``regions``: stay until close(); ``is_live``: whether it is a lease; ``limit``: bytes/s.
 
         Raises RequestError for a device that cannot be read.
         """

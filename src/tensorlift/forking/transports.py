@@ -54,7 +54,7 @@ class Connection(Protocol):
         have the digest that the seed has made. ``verified``: they were compared with one. ``device``: kind
         and index of the one that all places are on.
 
-        Raises ConnectionError where the connection is of no use any more, DeviceError where the device is not.
+        Raises ConnectionError where the connection is of no use any more, DeviceError where the device is.
         """
 
     def shutdown(self) -> None:
@@ -100,8 +100,8 @@ class Served:
         """Begins. ``regions`` stay until close(); ``is_live``: whether it is a lease; ``limit``: bytes/s, of
         all transports together.
 
-        Raises OSError where it cannot listen on host and port, or by no transport; OptionError; RequestError for
-        a device that cannot be read.
+        Raises OSError where it cannot listen on host and port, or by no transport; OptionError; RequestError
+        for a device that cannot be read.
         """
         kinds = check_transports(transports)
         self._servers: list[Server] = []
