@@ -17,7 +17,7 @@ import xxhash
 
 from support import leaks
 from tensorlift.engine import abi_fork
-from tensorlift.engine.abi_fork import Chunk, Outcome
+from tensorlift.engine.abi_fork import Chunk, Origin, OriginKind, Outcome
 from tensorlift.engine.abi_types import Handle, RefusedError, Status
 
 MIB = 1 << 20
@@ -162,6 +162,70 @@ def test_an_epoch_that_ends_while_a_chunk_is_sent_shows_at_its_end(seed: Seed) -
     assert (magic, has_digest, epoch) == (b"TLTR", 1, 1)
     assert digest == abi_fork.chunk_digest(seed.regions[0].ctypes.data, SIZES[0])
     assert seed.stats()["stale_chunks"] == 1
+
+
+def test_a_fork_that_copies_gets_digests_and_at_its_word_the_epoch(seed: Seed) -> None:
+    to = seed.connect()
+    to.sendall(struct.pack("<4sIQQQII", b"TLRQ", 0, 3, 2 * MIB + 5, 0, 1, 1))
+    assert to.recv(16, socket.MSG_WAITALL) == struct.pack("<4siQ", b"TLAN", Outcome.OK, 0)
+    region = seed.regions[0][3 : 2 * MIB + 8].tobytes()
+    digests = [xxhash.xxh3_128_digest(region[at : at + MIB]) for at in range(0, len(region), MIB)]
+    assert to.recv(48, socket.MSG_WAITALL) == b"".join(digests)
+    # However fast the seed was: the epoch is read behind the copy.
+    assert select.select([to], [], [], 0.1)[0] == []
+    abi_fork.sender_set_epoch(seed.handle, 1, True)
+    to.sendall(b"TLCP")
+    whole = xxhash.xxh3_128_digest(b"".join(digests))
+    assert to.recv(32, socket.MSG_WAITALL) == struct.pack("<4sIQ16s", b"TLTR", 1, 1, whole)
+    assert seed.stats()["stale_chunks"] == 1
+    assert seed.stats()["sent_bytes"] == 2 * MIB + 5
+
+
+def test_a_fork_that_copies_without_digests_is_paced_all_the_same(seed: Seed) -> None:
+    to = seed.connect()
+    to.sendall(struct.pack("<4sIQQQII", b"TLRQ", 0, 0, 2 * MIB, 0, 0, 1))
+    assert to.recv(48, socket.MSG_WAITALL)[16:] == bytes(32)
+    to.sendall(b"TLCP")
+    assert to.recv(32, socket.MSG_WAITALL)[:8] == struct.pack("<4sI", b"TLTR", 0)
+
+
+def test_a_fork_that_says_something_else_than_that_it_has_copied(seed: Seed) -> None:
+    to = seed.connect()
+    to.sendall(struct.pack("<4sIQQQII", b"TLRQ", 2, 0, 3, 0, 1, 1) + b"TLRQ")
+    assert len(to.recv(32, socket.MSG_WAITALL)) == 32
+    assert to.recv(1) == b""
+    assert seed.stats()["bad_requests"] == 1
+
+
+@pytest.mark.parametrize("how", [OriginKind.HERE, OriginKind.PROCESS])
+def test_what_is_copied_is_compared(seed: Seed, how: int) -> None:
+    to, memory = seed.connect(), np.zeros(SIZES[0], np.uint8)
+    places = np.array([[0, SIZES[0] - 1, memory.ctypes.data]], np.uint64)
+    origin = Origin(how, os.getpid(), seed.regions[0].ctypes.data, SIZES[0])
+    for offset, outcome in ((0, Outcome.OK), (1, Outcome.WRONG), (0, Outcome.OK)):
+        origin.address = seed.regions[0].ctypes.data + offset
+        origin.nbytes = SIZES[0] - offset
+        chunk = Chunk(region=0, offset=0, nbytes=SIZES[0] - 1, epoch=0, digest=1, milliseconds=60_000)
+        abi_fork.fetch_chunk(to.fileno(), chunk, places, origin)
+        assert (chunk.outcome, chunk.verified) == (outcome, 1)
+    assert np.array_equal(memory[:-1], seed.regions[0][:-1])
+
+
+def test_an_origin_that_cannot_be_read(seed: Seed) -> None:
+    memory = np.zeros(10, np.uint8)
+    for origin, says in (
+        (Origin(OriginKind.PROCESS, os.getpid(), 16, 10), "cannot read the seed's memory: Bad address"),
+        (Origin(OriginKind.PROCESS, 2**22 + 1, 16, 10), "cannot read the seed's memory: No such process"),
+        (Origin(OriginKind.FILE, -1, 0, 10), "cannot read the seed's shared memory: Bad file descriptor"),
+        (Origin(OriginKind.HERE, 0, memory.ctypes.data, 9), "the seed has not said where it has these bytes"),
+        (Origin(7, 0, 0, 10), "no kind of origin: 7"),
+    ):
+        with pytest.raises(RefusedError) as caught:
+            abi_fork.copy_from(origin, 0, memory)
+        assert caught.value.error.text.startswith(says)
+        chunk = Chunk(region=0, offset=0, nbytes=10, epoch=0, digest=1, milliseconds=60_000)
+        with pytest.raises(RefusedError, match=says.split(":")[0]):
+            abi_fork.fetch_chunk(seed.connect().fileno(), chunk, np.zeros((0, 3), np.uint64), origin)
 
 
 @pytest.mark.parametrize(
