@@ -33,7 +33,7 @@ import torch
 
 from tensorlift.bench import machine
 from tensorlift.bench.report import Row, Series, show_rows, write_report
-from tensorlift.engine.abi_fork import Outcome, chunk_digest
+from tensorlift.engine.abi_fork import Memory, Outcome, chunk_digest
 from tensorlift.errors import MismatchError
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.manifest import Layout, Offer
@@ -75,7 +75,7 @@ def seed(nbytes: int) -> None:
     with contextlib.ExitStack() as ends:
         found: dict[str, Any] = {}
         for name, memory in (("memfd", shared), ("readv", own)):
-            served = Served([(memory.ctypes.data, nbytes)], lambda lease: True)
+            served = Served([Memory(memory.ctypes.data, nbytes)], lambda lease: True)
             ends.callback(served.close)
             found[name] = [(offer.kind, offer.address) for offer in served.offers]
         listening = ends.enter_context(socket.create_server(("127.0.0.1", 0)))

@@ -206,7 +206,7 @@ def test_what_is_copied_is_compared(seed: Seed, how: int) -> None:
         origin.address = seed.regions[0].ctypes.data + offset
         origin.nbytes = SIZES[0] - offset
         chunk = Chunk(region=0, offset=0, nbytes=SIZES[0] - 1, epoch=0, digest=1, milliseconds=60_000)
-        abi_fork.fetch_chunk(to.fileno(), chunk, places, origin)
+        abi_fork.fetch_chunk(to.fileno(), chunk, places, origin=origin)
         assert (chunk.outcome, chunk.verified) == (outcome, 1)
     assert np.array_equal(memory[:-1], seed.regions[0][:-1])
 
@@ -225,7 +225,7 @@ def test_an_origin_that_cannot_be_read(seed: Seed) -> None:
         assert caught.value.error.text.startswith(says)
         chunk = Chunk(region=0, offset=0, nbytes=10, epoch=0, digest=1, milliseconds=60_000)
         with pytest.raises(RefusedError, match=says.split(":")[0]):
-            abi_fork.fetch_chunk(seed.connect().fileno(), chunk, np.zeros((0, 3), np.uint64), origin)
+            abi_fork.fetch_chunk(seed.connect().fileno(), chunk, np.zeros((0, 3), np.uint64), origin=origin)
 
 
 @pytest.mark.parametrize(

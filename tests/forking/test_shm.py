@@ -194,7 +194,7 @@ def memory() -> int:
     [
         (struct.pack("<Q", 2**63), nothing_more, "9,223,372,036,854,775,808 bytes about its memory"),
         (struct.pack("<Q", 3) + b"{}}", nothing_more, "is no table of it"),
-        (table(0, [-2, 0, 1]), nothing_more, "is no table of it"),
+        (table(0, [-3, 0, 1]), nothing_more, "is no table of it"),
         (table(0, [-1, -4096, 1]), nothing_more, "is no table of it"),
         (table(65), nothing_more, "is no table of it"),
         (table(0, [0, 0, 10]), passing(), "in a file that has not come"),
