@@ -85,13 +85,9 @@ class Seed:
         self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS, encrypted)
         try:
             self._served = Served(
-                self._offering.memories,
-                self._is_live,
-                host=host,
-                token=token,
-                limit=rate,
+                self._offering.memories, self._is_live, host=host, token=token, limit=rate,
                 transports=transports,
-            )
+            )  # fmt: skip
             self._publish()
             self._http.start()
             if front is not None:
