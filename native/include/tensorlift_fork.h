@@ -72,6 +72,7 @@ typedef struct tl_chunk {
     int32_t
         verified; /* set with it: not 0 where bytes were compared with a digest, which both sides have to know */
     uint64_t seed_epoch; /* set with it */
+    uint64_t done;       /* counted up by the bytes that come, while other threads read it */
 } tl_chunk;
 
 /* Where some bytes of a chunk go: offset is counted from the chunk's first byte. */

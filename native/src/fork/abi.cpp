@@ -100,15 +100,17 @@ private:
 };
 
 // The next block of a chunk: what comes, or what is copied once its digest has come.
-Failure bring(tl::Socket &socket, const tl_chunk &chunk, const tl::Origin *origin, uint64_t at, char *to,
+Failure bring(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, uint64_t at, char *to,
               uint64_t nbytes) {
-    if (!origin) return socket.receive(to, nbytes);
+    if (!origin) return socket.receive(to, nbytes, nullptr, &chunk.done);
     tl::Digest theirs;
     if (Failure f = socket.receive(&theirs, sizeof theirs)) return f;
-    return origin->copy(chunk.offset + at, to, nbytes);
+    if (Failure f = origin->copy(chunk.offset + at, to, nbytes)) return f;
+    tl::count(&chunk.done, nbytes);
+    return {};
 }
 
-Failure receive(tl::Socket &socket, const tl_chunk &chunk, const tl::Origin *origin, Places places,
+Failure receive(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, Places places,
                 tl::Blocks &blocks) {
     for (uint64_t at = 0; at < chunk.nbytes; at += tl::kBlock) {
         const uint64_t nbytes = std::min(tl::kBlock, chunk.nbytes - at);

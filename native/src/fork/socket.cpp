@@ -37,12 +37,13 @@ Failure Socket::send(const void *bytes, uint64_t nbytes) {
     return {};
 }
 
-Failure Socket::receive(void *bytes, uint64_t nbytes, bool *closed) {
+Failure Socket::receive(void *bytes, uint64_t nbytes, bool *closed, uint64_t *counter) {
     char *to = static_cast<char *>(bytes);
     for (uint64_t done = 0; done < nbytes;) {
         const ssize_t came = recv(fd_, to + done, nbytes - done, MSG_DONTWAIT);
         if (came > 0) {
             done += static_cast<uint64_t>(came);
+            if (counter) count(counter, static_cast<uint64_t>(came));
         } else if (came == 0) {
             if (closed && done == 0) {
                 *closed = true;

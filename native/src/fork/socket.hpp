@@ -8,6 +8,11 @@
 
 namespace tl {
 
+// Others read it meanwhile.
+inline void count(uint64_t *counter, uint64_t nbytes) {
+    std::atomic_ref<uint64_t>(*counter).fetch_add(nbytes, std::memory_order_relaxed);
+}
+
 class Socket {
 public:
     // stop: ends a wait of the other thread within kSlice.
@@ -17,7 +22,8 @@ public:
     // All of it, or why not; got: how much. A peer that closes before the first byte of a receive is no failure where
     // closed is given, and sets it.
     Failure send(const void *bytes, uint64_t nbytes);
-    Failure receive(void *bytes, uint64_t nbytes, bool *closed = nullptr);
+    // counter: of bytes as they come.
+    Failure receive(void *bytes, uint64_t nbytes, bool *closed = nullptr, uint64_t *counter = nullptr);
 
     // Sleeps for so long as nothing comes.
     Failure wait_for_request(bool *closed);

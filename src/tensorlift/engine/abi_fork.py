@@ -67,7 +67,7 @@ class Chunk(Structure):
         *each(u64, "offset nbytes epoch"),
         *each(u32, "digest milliseconds"),
         *each(i32, "outcome verified"),
-        *each(u64, "seed_epoch"),
+        *each(u64, "seed_epoch done"),
     )
 
 

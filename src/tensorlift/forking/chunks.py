@@ -7,14 +7,20 @@ elsewhere. What was brought and verified stays done, whatever becomes of its sou
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tensorlift.plan.extents import Extents, merge_extents
 
-__all__ = ["Chunk", "ChunkQueue", "cut"]
+__all__ = ["DIGESTS", "SAMPLED", "Chunk", "ChunkQueue", "checked", "cut"]
+
+DIGESTS = ("full", "sample", "off")
+"""Which chunks are compared with their digests."""
+SAMPLED = 1 / 8
+"""Of the chunks, with ``sample``."""
 
 
 class Chunk(NamedTuple):
@@ -33,6 +39,24 @@ def cut(region: int, wanted: Extents, chunk_bytes: int) -> list[Chunk]:
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
         for at in range(start, stop, chunk_bytes)
     ]
+
+
+def checked(
+    chunks: Sequence[Chunk], digests: str, chance: Callable[[], float] = random.random
+) -> frozenset[int]:
+    """Numbers of the chunks that are compared with their digests, by one of DIGESTS.
+
+    A sample is the first and the last of each region, and each other one with a chance of SAMPLED: of k
+    wrong chunks among those all stay unseen with a chance of (1 - SAMPLED) ** k; 88 % for one, 1.4 % for 32.
+    A chunk that comes again is checked as it was before.
+    """
+    if digests != "sample":
+        return frozenset(range(len(chunks)) if digests == "full" else ())
+    regions = [chunk.region for chunk in chunks]
+    last = {region: number for number, region in enumerate(regions)}
+    first = {region: number for number, region in reversed(list(enumerate(regions)))}
+    drawn = (number for number in range(len(chunks)) if chance() < SAMPLED)
+    return frozenset((*first.values(), *last.values(), *drawn))
 
 
 @dataclass(slots=True)
@@ -116,6 +140,18 @@ class ChunkQueue:
         """Chunks that wait and that none of these sources may bring any more."""
         left = set(sources) - self._gone
         return [self._states[number].chunk for number in self._waiting if left <= self._states[number].failed]
+
+    def held(self) -> Iterator[tuple[int, str]]:
+        """Chunks on their way, by number, and with whom."""
+        return ((number, state.holder) for number, state in enumerate(self._states) if state.holder)
+
+    def may(self, number: int, source: str) -> bool:
+        """Whether this source would get that chunk."""
+        return source not in self._gone and source not in self._states[number].failed
+
+    def kept(self) -> Iterator[tuple[int, str]]:
+        """Chunks that are done, by number, and who brought them."""
+        return ((number, state.done_by) for number, state in enumerate(self._states) if state.done_by)
 
     def bytes_by_source(self) -> dict[str, int]:
         """What is done, by who brought it."""

@@ -108,15 +108,20 @@ class SeedClient:
         asked = msgspec.json.encode(LeaseRequest(seconds))
         return self._decoded(self._ask("POST", f"/v1/leases/{lease}", asked), LeaseAnswer)
 
-    def release(self, lease: str) -> None:
-        """Gives it back. Raises SeedError."""
-        self._ask("DELETE", f"/v1/leases/{lease}")
+    def release(self, lease: str, seconds: float | None = None) -> None:
+        """Gives it back; ``seconds``: how long the answer may take. Raises SeedError."""
+        self._ask("DELETE", f"/v1/leases/{lease}", seconds=seconds)
 
     def _ask(
-        self, method: str, path: str, body: bytes | None = None, longest: int = _LONGEST_ANSWER
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        longest: int = _LONGEST_ANSWER,
+        seconds: float | None = None,
     ) -> bytes:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        connection = self._connection()
+        connection = self._connection(seconds or self._seconds)
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
@@ -137,11 +142,11 @@ class SeedClient:
             return found
         raise self._refusal(answer.status, found)
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _connection(self, seconds: float) -> http.client.HTTPConnection:
         _, host, port = self._place
         if self._context is None:
-            return http.client.HTTPConnection(host, port, timeout=self._seconds)
-        return http.client.HTTPSConnection(host, port, timeout=self._seconds, context=self._context)
+            return http.client.HTTPConnection(host, port, timeout=seconds)
+        return http.client.HTTPSConnection(host, port, timeout=seconds, context=self._context)
 
     def _refusal(self, status: int, body: bytes) -> SeedError:
         if status == 401:

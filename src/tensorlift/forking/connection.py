@@ -33,6 +33,7 @@ class SocketConnection:
         self._socket, self._origins = peer, origins
         self._staging: dict[tuple[int, int], abi_fork.Staging] = {}
         self._milliseconds = max(1, int(seconds * 1000))
+        self._asked = abi_fork.Chunk()
         peer.setblocking(True)
 
     def fetch(
@@ -50,8 +51,9 @@ class SocketConnection:
         """
         asked = abi_fork.Chunk(
             region=chunk.region, offset=chunk.offset, nbytes=chunk.nbytes, epoch=epoch, digest=digest,
-            milliseconds=self._milliseconds,
+            milliseconds=self._milliseconds, done=self._asked.done,
         )  # fmt: skip
+        self._asked = asked
         try:
             abi_fork.fetch_chunk(
                 self._socket.fileno(), asked, places, self._staging_of(device), self._origin(chunk.region)
@@ -62,6 +64,12 @@ class SocketConnection:
                 raise DeviceError(f"bytes cannot be written to the device: {error.text}") from None
             raise ConnectionError(f"{error.text} ({error.got:,} of {chunk.nbytes:,} bytes came)") from None
         return asked
+
+    @property
+    def moved(self) -> int:
+        """Bytes that have come so far, also while another thread is in fetch()."""
+        done: int = self._asked.done
+        return done
 
     def _origin(self, region: int) -> abi_fork.Origin | None:
         if self._origins is None:

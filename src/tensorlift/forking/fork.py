@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tensorlift.errors import ForkError, RequestError, SeedError
+from tensorlift.engine.abi_fork import Places
+from tensorlift.errors import ForkError, OptionError, RequestError, SeedError, TensorliftError
+from tensorlift.forking.chunks import DIGESTS, ChunkQueue
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
+from tensorlift.forking.fallback import FILES, Fallback
 from tensorlift.forking.keys import checked_key, checked_token, told_key
 from tensorlift.forking.manifest import Layout, Manifest, ModelKey, differences
-from tensorlift.forking.matching import copies_of, errands
+from tensorlift.forking.matching import Errand, copies_of, errands
 from tensorlift.forking.offering import Offering, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source, failed, told
 from tensorlift.forking.transports import TRANSPORTS, check_transports
@@ -33,17 +37,19 @@ class Forked:
     bytes: int
     seconds: float
     by_source: Mapping[str, int]
-    """Bytes that came from each seed and were kept."""
+    """Bytes that came from each seed and were kept, by its URL, and from "files"."""
     moved_bytes: int
     """All that came, with what was thrown away."""
-    key: ModelKey
-    """Which weights these are; the model is a seed of the same ones now."""
+    key: ModelKey | None
+    """Which weights these are; where files were, those that were wanted, if any."""
     weights: str
-    """The version that was taken."""
+    """The version that was taken; "" where files were."""
     transports: Mapping[str, str]
     """By which transport each seed was read, and why not by a better one."""
     left: tuple[str, ...] = ()
     """Seeds that were left behind, each with the reason."""
+    own: tuple[str, ...] = ()
+    """Where files stood in: buffers that the model does not save, which are as they were before."""
 
 
 def fork_into(
@@ -58,54 +64,133 @@ def fork_into(
     chunk_bytes: int = _CHUNK_BYTES,
     progress: Progress | None = None,
     transports: Sequence[str] = TRANSPORTS,
+    fallback: Any = None,
+    digests: str = "full",
 ) -> Forked:
     """Fills the tensors of a model from one seed or several that offer the same weights.
 
     key: which weights are wanted, of the seed or of another rank behind its URL; without it those of the
     first seed. ca: a file of certificates (PEM) that https:// seeds are trusted by. connections: to each
-    seed. patience: seconds that a seed may do nothing, or keep a fork waiting. transports: those that may be
-    taken. Names, dtypes, shapes and strides are compared before a byte is written; each chunk with its digest
-    and its epoch. Raises ForkError, SeedError, ManifestError, RequestError, OptionError; after an error the
-    tensors' contents are undefined.
+    seed. patience: seconds that a seed may do nothing, or keep a fork waiting (and see pace.py). transports:
+    those that may be taken. Names, dtypes, shapes and strides are compared before a byte is written. digests:
+    "full", each chunk is compared with its digest; "sample", some are (see chunks.checked); "off", none is.
+    Epochs are always compared.
+
+    fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
+    then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that
+    ``tensorlift digest`` wrote beside the files; all others, and without digests all, are read. Buffers that
+    the model does not save are put back as they were; a derived tensor is in no file, which is an error.
+
+    Raises ForkError, SeedError, ManifestError, RequestError, OptionError, and with ``fallback`` what
+    load_into does; after an error the tensors' contents are undefined.
     """
     begin = time.monotonic()
     kinds = check_transports(transports)
+    if digests not in DIGESTS:
+        raise OptionError(f"digests is {digests!r}; expected one of {', '.join(map(repr, DIGESTS))}")
     named = named_tensors(model)
     ours = offer(named)
-    # The copies wait for no stream, and memory that was just freed may still be in use on one.
-    settle(named)
     secret, wanted = checked_token(token), None if key is None else checked_key(key)
     clients = [SeedClient(url, secret, patience, ca) for url in ([urls] if isinstance(urls, str) else urls)]
     if not clients:
         raise RequestError("there is no seed to fork from; name one: http://host:port")
-    left: dict[str, str] = {}
-    moved = 0
-    for _ in range(_ATTEMPTS):
-        sources = _sources(clients, wanted, ours, kinds, left)
-        work = errands(copies_of(sources[0].manifest.tensors, ours.tensors, ours.memories), chunk_bytes)
-        total = sum(errand.chunk.nbytes for errand in work)
-        reader = Reader(work, sources, secret, connections, patience, kinds)
-        reader.run(functools.partial(_tell, progress, total))
-        moved += sum(reader.queue.moved_bytes.values())
-        left |= {source.name: source.gone for source in sources if source.gone}
-        by_source = reader.queue.bytes_by_source()
-        if reader.queue.is_done:
-            return Forked(
-                bytes=total,
-                seconds=time.monotonic() - begin,
-                by_source=by_source,
-                moved_bytes=moved,
-                key=sources[0].manifest.key,
-                weights=sources[0].manifest.weights,
-                transports={source.name: source.transport for source in sources if source.transport},
-                left=tuple(f"{name}: {why}" for name, why in left.items()),
-            )
-        if not any(source.stale for source in sources):
-            raise failed(total - sum(by_source.values()), total, told(sources))
-    raise ForkError(
-        f"{clients[0].url}: the weights have changed {_ATTEMPTS} times while they were read; fork when they "
-        "rest, or load from files"
+    files = None if fallback is None else Fallback(fallback, model, named, ours)
+    # The copies wait for no stream, and memory that was just freed may still be in use on one.
+    settle(named)
+    fork = _Fork(
+        clients,
+        wanted,
+        ours,
+        kinds,
+        lambda work, sources: Reader(work, sources, secret, connections, patience, digests, kinds),
+        chunk_bytes,
+        progress,
     )
+    (taken, weights), by_source, own = _filled(fork, files, progress)
+    return Forked(
+        bytes=sum(by_source.values()),
+        seconds=time.monotonic() - begin,
+        by_source=by_source,
+        moved_bytes=fork.moved + by_source.get(FILES, 0),
+        key=taken or wanted,
+        weights=weights,
+        transports=fork.transports,
+        left=tuple(f"{name}: {why}" for name, why in fork.left.items()),
+        own=own,
+    )
+
+
+def _filled(
+    fork: _Fork, files: Fallback | None, progress: Progress | None
+) -> tuple[tuple[ModelKey | None, str], dict[str, int], tuple[str, ...]]:
+    """((key, version), bytes by source, buffers that no file has): from seeds, else from files."""
+    try:
+        return fork.run(), fork.kept_bytes(), ()
+    except ForkError as error:
+        if files is None:
+            raise
+        try:
+            return (None, ""), *files.run(fork.brought(), progress)
+        except TensorliftError as problem:
+            # Why files had to stand in is told with what is wrong with them.
+            raise problem from error
+
+
+class _Fork:
+    """The attempts of one fork at its seeds, and what has come of them."""
+
+    def __init__(
+        self,
+        clients: Sequence[SeedClient],
+        key: ModelKey | None,
+        ours: Offering,
+        kinds: Sequence[str],
+        reader: Callable[[Sequence[Errand], Sequence[Source]], Reader],
+        chunk_bytes: int,
+        progress: Progress | None,
+    ) -> None:
+        self._clients, self._key, self._ours, self._reader_of = clients, key, ours, reader
+        self._kinds = kinds
+        self.transports: dict[str, str] = {}
+        self._chunk_bytes, self._progress = chunk_bytes, progress
+        self._work: Sequence[Errand] = ()
+        self._queue = ChunkQueue(())
+        self.left: dict[str, str] = {}
+        self.moved = 0
+
+    def run(self) -> tuple[ModelKey, str]:
+        """Key and version of the weights, once all have come; ForkError, SeedError, ManifestError."""
+        for _ in range(_ATTEMPTS):
+            sources = _sources(self._clients, self._key, self._ours, self._kinds, self.left)
+            manifest = sources[0].manifest
+            copies = copies_of(manifest.tensors, self._ours.tensors, self._ours.memories)
+            self._work = errands(copies, self._chunk_bytes)
+            total = sum(errand.chunk.nbytes for errand in self._work)
+            reader = self._reader_of(self._work, sources)
+            self._queue = reader.queue
+            reader.run(functools.partial(_tell, self._progress, total))
+            self.moved += sum(self._queue.moved_bytes.values())
+            self.transports |= {one.name: one.transport for one in sources if one.transport}
+            self.left |= {source.name: source.gone for source in sources if source.gone}
+            if self._queue.is_done:
+                return manifest.key, manifest.weights
+            if not any(source.stale for source in sources):
+                raise failed(total - sum(self.kept_bytes().values()), total, told(sources))
+        raise ForkError(
+            f"{self._clients[0].url}: the weights have changed {_ATTEMPTS} times while they were read; fork "
+            "when they rest, or load from files"
+        )
+
+    def kept_bytes(self) -> dict[str, int]:
+        """Of chunks, by who brought them."""
+        return self._queue.bytes_by_source()
+
+    def brought(self) -> dict[str, list[Places]]:
+        """Where the bytes of each seed went."""
+        found: dict[str, list[Places]] = {}
+        for number, source in self._queue.kept():
+            found.setdefault(source, []).append(self._work[number].places)
+        return found
 
 
 def _tell(progress: Progress | None, total: int, done: int) -> None:

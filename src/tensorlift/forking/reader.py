@@ -10,15 +10,19 @@ from dataclasses import dataclass, field
 
 from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import ForkError, SeedError
-from tensorlift.forking.chunks import ChunkQueue
+from tensorlift.forking.chunks import ChunkQueue, checked
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.manifest import Manifest
 from tensorlift.forking.matching import Errand
+from tensorlift.forking.pace import Held, Pace
 from tensorlift.forking.transports import TRANSPORTS, Connection, connect
 
 __all__ = ["Reader", "Source"]
 
 _LEASE_SECONDS = 30.0
+# For one that was left behind, and may not answer at all, to take its lease back.
+_PARTING_SECONDS = 1.0
+_UNCHECKED = 'it was built without digests, so that what comes cannot be checked; digests="off" takes it so'
 _OUTCOMES = {
     Outcome.STALE: "its weights have changed",
     Outcome.CLOSED: "its weights are being changed",
@@ -41,11 +45,20 @@ class Source:
     transport: str = ""
     """What it was read by; see Connected."""
     connections: list[Connection] = field(default_factory=list)
+    idle: int = 0
+    """Connections that wait for something to do."""
+    closed_bytes: int = 0
+    """What came over connections that are no more."""
 
     @property
     def name(self) -> str:
         """Its URL."""
         return self.client.url
+
+    @property
+    def moved(self) -> int:
+        """Bytes that have come from it, right or wrong."""
+        return self.closed_bytes + sum(connection.moved for connection in self.connections)
 
 
 class Reader:
@@ -58,10 +71,13 @@ class Reader:
         token: str,
         connections: int,
         patience: float,
+        digests: str,
         transports: Sequence[str] = TRANSPORTS,
     ) -> None:
-        """``connections``: to each source; ``patience``: seconds that one may do nothing."""
-        self.queue = ChunkQueue(errand.chunk for errand in errands)
+        """``connections``: to each source; ``patience``: seconds that one may do nothing; see checked()."""
+        chunks = [errand.chunk for errand in errands]
+        self.queue, self._checked = ChunkQueue(chunks), checked(chunks, digests)
+        self._pace = Pace(patience)
         self._errands, self._sources, self._token = errands, sources, token
         self._connections, self._patience, self._transports = connections, patience, transports
         self._state = threading.Condition()
@@ -84,6 +100,7 @@ class Reader:
                     self._state.wait(0.2)
                 tick(sum(self.queue.bytes_by_source().values()))
                 self._renew()
+                self._watch()
         finally:
             self._end(threads)
         if self._failure is not None:
@@ -115,6 +132,24 @@ class Reader:
                 with contextlib.suppress(SeedError):
                     source.client.renew(source.lease, _LEASE_SECONDS)
 
+    def _watch(self) -> None:
+        """Leaves those that are too slow; what they hold comes back when they no longer write it."""
+        with self._state:
+            idle = [source.name for source in self._sources if source.idle]
+            held = [
+                Held(
+                    number, holder, self.queue.chunk(number).nbytes,
+                    tuple(name for name in idle if name != holder and self.queue.may(number, name)),
+                )
+                for number, holder in self.queue.held()
+            ]  # fmt: skip
+            moved = {source.name: source.moved for source in self._sources}
+            slow = self._pace.look(time.monotonic(), held, moved)
+            for source in self._sources:
+                if source.name in slow:
+                    self._left(source, slow[source.name])
+            self._state.notify_all()
+
     def _end(self, threads: Sequence[threading.Thread]) -> None:
         with self._state:
             self._stopping = True
@@ -128,7 +163,7 @@ class Reader:
         for source in self._sources:
             if source.lease:
                 with contextlib.suppress(SeedError):  # it lapses
-                    source.client.release(source.lease)
+                    source.client.release(source.lease, _PARTING_SECONDS if source.gone else None)
 
     def _guarded(self, source: Source) -> None:
         try:
@@ -154,6 +189,7 @@ class Reader:
         finally:
             with self._state:
                 if connection in source.connections:
+                    source.closed_bytes += connection.moved
                     source.connections.remove(connection)
             connection.close()
 
@@ -164,20 +200,24 @@ class Reader:
                 number = self.queue.take(source.name)
                 if number is not None:
                     return number
+                source.idle += 1
                 self._state.wait(0.2)
+                source.idle -= 1
             return None
 
     def _bring(self, source: Source, connection: Connection, number: int) -> None:
         chunk, places, device = self._errands[number]
+        begin, is_checked = time.monotonic(), number in self._checked
         try:
-            came = connection.fetch(chunk, source.manifest.epoch, places, digest=True, device=device)
+            came = connection.fetch(chunk, source.manifest.epoch, places, digest=is_checked, device=device)
         except BaseException:
             with self._state:
                 self.queue.give_back(number, source.name)
             raise
         with self._state:
             # What is right is kept, also from a source that is gone by now: its epoch was the wanted one.
-            if came.outcome == Outcome.OK and came.verified:
+            if came.outcome == Outcome.OK and (came.verified or not is_checked):
+                self._pace.brought(source.name, chunk.nbytes, time.monotonic() - begin)
                 self.queue.done(number, source.name)
             elif came.outcome == Outcome.WRONG:
                 if self.queue.wrong(number, source.name):
@@ -185,7 +225,7 @@ class Reader:
             else:
                 self.queue.give_back(number, source.name)
                 if came.outcome == Outcome.OK:
-                    self._left(source, "it was built without digests, so that what comes cannot be checked")
+                    self._left(source, _UNCHECKED)
                 else:
                     self._left(source, _OUTCOMES[came.outcome], stale=came.outcome != Outcome.RANGE)
             self._state.notify_all()

@@ -41,6 +41,10 @@ class Connection(Protocol):
     how: str
     """What a transport with several ways has taken."""
 
+    @property
+    def moved(self) -> int:
+        """Bytes that have come so far, also while another thread is in fetch()."""
+
     def fetch(
         self,
         chunk: Chunk,
