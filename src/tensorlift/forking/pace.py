@@ -66,9 +66,12 @@ class Pace:
         busy = {one.source for one in held}
         self._window = {source: seen for source, seen in self._window.items() if source in busy}
         left = {source: self._why_still() for source in sorted(busy) if self._is_still(source, moved[source])}
+        needed: set[str] = set()
         for one in held:
             others = [source for source in one.idle if source not in left]
-            if one.source not in left and others and self._is_late(one, others):
+            # Two that are late for one another's chunks are not both left.
+            if one.source not in needed.union(left) and others and self._is_late(one, others):
+                needed.update(others)
                 left[one.source] = (
                     f"it is slow: {one.nbytes:,} bytes were not there after {self._age(one):.1f} s, and "
                     "another seed had nothing to do"
