@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorlift.forking.chunks import Chunk, ChunkQueue, cut
+from tensorlift.forking.chunks import SAMPLED, Chunk, ChunkQueue, checked, cut
 from tensorlift.plan.extents import Extents
 
 
@@ -123,3 +123,35 @@ def test_nothing_is_lost(count: int, data: st.DataObject) -> None:
     lacking = sum(chunk.nbytes for chunk in work.lacking(sources))
     assert sum(work.bytes_by_source().values()) + lacking == 10 * count
     assert work.is_done == (lacking == 0)
+
+
+def test_which_chunks_are_checked() -> None:
+    chunks = [Chunk(region, 10 * k, 10) for region, count in ((0, 5), (2, 1), (1, 400)) for k in range(count)]
+    assert checked(chunks, "full") == set(range(406))
+    assert checked(chunks, "off") == set()
+    assert checked(chunks, "sample", lambda: 1.0) == {0, 4, 5, 6, 405}
+    assert checked(chunks, "sample", lambda: SAMPLED) == {0, 4, 5, 6, 405}
+    assert checked(chunks, "sample", lambda: 0.0) == set(range(406))
+    assert checked([], "sample") == set()
+    # 400 drawn with a chance of an eighth: 50, and outside of these bounds once in 10 ** 12.
+    assert 10 < len(checked(chunks, "sample")) < 115
+
+
+def test_who_holds_what_and_who_may_bring_it() -> None:
+    work = queue()
+    number = work.take("a")
+    assert list(work.held()) == [(0, "a")]
+    assert list(work.kept()) == []
+    assert number == 0
+    work.wrong(0, "a")
+    assert work.may(0, "a")
+    work.take("a")
+    work.wrong(0, "a")
+    assert not work.may(0, "a")
+    assert work.may(0, "b")
+    work.leave("b")
+    assert not work.may(0, "b")
+    assert work.take("c") == 0
+    work.done(0, "c")
+    assert list(work.kept()) == [(0, "c")]
+    assert list(work.held()) == []

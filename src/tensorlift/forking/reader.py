@@ -208,11 +208,12 @@ class Reader:
     def _bring(self, source: Source, connection: Connection, number: int) -> None:
         chunk, places, device = self._errands[number]
         begin, is_checked = time.monotonic(), number in self._checked
+        before = connection.moved
         try:
             came = connection.fetch(chunk, source.manifest.epoch, places, digest=is_checked, device=device)
         except BaseException:
             with self._state:
-                self.queue.give_back(number, source.name)
+                self.queue.give_back(number, source.name, connection.moved - before)
             raise
         with self._state:
             # What is right is kept, also from a source that is gone by now: its epoch was the wanted one.
