@@ -42,6 +42,21 @@ def cut() -> None:
     _run(f"ip link set {INTERFACE} down")
 
 
+def slow(host: int, rate: str) -> None:
+    """That host sends at most at ``rate`` from now on."""
+    _run(f"tc qdisc replace dev {INTERFACE} root tbf rate {rate} burst 32kb latency 400ms", host)
+
+
+def lossy(host: int, percent: int) -> None:
+    """Of what that host sends, so many packets of a hundred are lost, at random."""
+    for command in (
+        "nft add table inet lossy",
+        "nft add chain inet lossy out { type filter hook output priority 0 ; }",
+        f"nft add rule inet lossy out numgen random mod 100 < {percent} drop",
+    ):
+        _run(command, host)
+
+
 def received() -> int:
     """Bytes that came to this host from others since it was made."""
     for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
@@ -58,12 +73,30 @@ def why_not() -> str:
     return answer
 
 
+@functools.cache
+def why_not_lossy() -> str:
+    """Why no packet can be lost here; "" where one can."""
+    answer: str = why_not() or child.call(_try_lossy)
+    return answer
+
+
 def _try() -> str:
     try:
         for host in make(2, "100mbit"):
             os.close(host)
     except OSError as error:
         return f"hosts need network namespaces, ip and tc: {error}"
+    return ""
+
+
+def _try_lossy() -> str:
+    (host,) = make(1, "100mbit")
+    try:
+        lossy(host, 1)
+    except OSError as error:
+        return f"a lossy link needs nft and numgen: {error}"
+    finally:
+        os.close(host)
     return ""
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ def is_version(found: dict[str, torch.Tensor], version: int) -> bool:
 class Process:
     """A process that says what it does in lines of JSON, and is told so."""
 
-    def __init__(self, what: str, **more: Any) -> None:
-        """``what``: seed or fork; ``more``: its arguments."""
+    def __init__(self, what: str, inside: Callable[[], object] | None = None, **more: Any) -> None:
+        """``what``: seed or fork; ``inside``: called in it first; ``more``: its arguments."""
         tests = str(Path(__file__).resolve().parents[1])
         paths = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         self.process = subprocess.Popen(
@@ -49,6 +49,7 @@ class Process:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": paths},
+            preexec_fn=inside,
         )
 
     def said(self) -> Any:
@@ -84,9 +85,9 @@ class Process:
 
 
 @contextlib.contextmanager
-def running(what: str, **more: Any) -> Iterator[Process]:
+def running(what: str, inside: Callable[[], object] | None = None, **more: Any) -> Iterator[Process]:
     """One of them, ended behind it."""
-    made = Process(what, **more)
+    made = Process(what, inside, **more)
     try:
         yield made
     finally:

@@ -1,0 +1,194 @@
+"""Seeds that drip are left behind; what is checked of chunks; what is counted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from support import leaks
+from support.proxies import Dripping
+from tensorlift.engine.abi_fork import Outcome
+from tensorlift.errors import ForkError, OptionError
+from tensorlift.forking.chunks import Chunk
+from tensorlift.forking.client import SeedClient
+from tensorlift.forking.fork import fork_into
+from tensorlift.forking.manifest import Manifest, ModelKey, Offer
+from tensorlift.forking.seed import Seed
+from tensorlift.forking.tcp import TcpConnection
+
+KEY = ModelKey(model="org/model")
+CHUNK = 8000
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {f"t{at}": torch.arange(1000) + 1000 * at + 100_000 * version for at in range(30)}
+
+
+def same(found: dict[str, torch.Tensor], version: int) -> bool:
+    return all(torch.equal(found[name], tensor) for name, tensor in weights(version).items())
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with leaks.nothing_left():
+        yield
+
+
+@contextlib.contextmanager
+def dripping(
+    seed: Seed, monkeypatch: pytest.MonkeyPatch, fast_bytes: int = 60_000, pause: float = 0.05
+) -> Iterator[None]:
+    """The seed's bytes drip, once some have come."""
+    real = SeedClient.manifest
+    proxies: list[Dripping] = []
+
+    def manifest(client: SeedClient) -> Manifest:
+        found = real(client)
+        if client.url != seed.url:
+            return found
+        proxies.append(Dripping(found.transports[0].address, fast_bytes, pause))
+        return msgspec.structs.replace(found, transports=(Offer("tcp", proxies[-1].address),))
+
+    monkeypatch.setattr(SeedClient, "manifest", manifest)
+    try:
+        yield
+    finally:
+        for proxy in proxies:
+            proxy.close()
+
+
+def test_one_of_two_drips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then, so that no wait for it ends: another seed brings what it holds."""
+    with (
+        Seed(weights(1), KEY) as slow,
+        Seed(weights(1), KEY, limit="100KB/s") as other,
+        dripping(slow, monkeypatch, fast_bytes=10_000),
+    ):
+        found = weights(0)
+        result = fork_into(found, [slow.url, other.url], chunk_bytes=CHUNK, patience=20.0)
+        assert same(found, 1)
+        assert result.left[0].startswith(f"{slow.url}: it is slow: 8,000 bytes were not there after ")
+        assert result.bytes <= result.moved_bytes <= result.bytes + 2 * (CHUNK + 100)
+        assert sum(result.by_source.values()) == result.bytes
+
+
+def test_the_only_one_drips(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(weights(1), path)
+    with Seed(weights(1), KEY) as slow, dripping(slow, monkeypatch):
+        found = weights(0)
+        with pytest.raises(ForkError, match="it stands still: fewer than 3,072 bytes came in 3 s"):
+            fork_into(found, slow.url, chunk_bytes=CHUNK, patience=3.0)
+        result = fork_into(found, slow.url, chunk_bytes=CHUNK, patience=3.0, fallback=path)
+        assert same(found, 1)
+        assert result.by_source == {"files": result.bytes}
+        assert "it stands still" in result.left[0]
+
+
+def test_the_only_one_is_slow_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though files are there: it brings more than nothing."""
+    with Seed(weights(1), KEY, limit="60KB/s") as slow:
+        found = weights(0)
+        result = fork_into(found, slow.url, chunk_bytes=CHUNK, patience=2.0, fallback="/nowhere")
+        assert same(found, 1)
+        assert result.left == ()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Chunk, bool]]:
+    """Which chunks were fetched, and whether with digests."""
+    found: list[tuple[Chunk, bool]] = []
+    real = TcpConnection.fetch
+
+    def fetch(self: TcpConnection, chunk: Chunk, epoch: int, places: Any, digest: bool) -> Any:
+        found.append((chunk, digest))
+        return real(self, chunk, epoch, places, digest)
+
+    monkeypatch.setattr(TcpConnection, "fetch", fetch)
+    return found
+
+
+@pytest.mark.parametrize("digests", ["full", "sample", "off"])
+def test_what_is_checked(asked: list[tuple[Chunk, bool]], digests: str) -> None:
+    offered = {"a": torch.rand(10_000)}
+    with Seed(offered, KEY) as seed:
+        found = {"a": torch.zeros(10_000)}
+        fork_into(found, seed.url, chunk_bytes=1000, digests=digests)
+        assert torch.equal(found["a"], offered["a"])
+    checked = sorted(chunk.offset for chunk, digest in asked if digest)
+    if digests == "sample":
+        assert {0, 39_000} <= set(checked)
+        assert 2 <= len(checked) < 40
+    else:
+        assert len(checked) == (40 if digests == "full" else 0)
+
+
+@pytest.mark.parametrize("digests", ["full", "sample", "off"])
+def test_a_seed_that_makes_no_digests(monkeypatch: pytest.MonkeyPatch, digests: str) -> None:
+    real = TcpConnection.fetch
+
+    def fetch(self: TcpConnection, chunk: Chunk, epoch: int, places: Any, digest: bool) -> Any:
+        return real(self, chunk, epoch, places, False)
+
+    monkeypatch.setattr(TcpConnection, "fetch", fetch)
+    with Seed(weights(1), KEY) as seed:
+        found = weights(0)
+        if digests == "off":
+            fork_into(found, seed.url, chunk_bytes=CHUNK, digests=digests)
+            assert same(found, 1)
+        else:
+            with pytest.raises(ForkError, match=r'cannot be checked; digests="off" takes it so'):
+                fork_into(found, seed.url, chunk_bytes=CHUNK, digests=digests)
+
+
+def test_epochs_are_compared_without_digests_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered, changed = weights(1), False
+    real = TcpConnection.fetch
+
+    def fetch(self: TcpConnection, *given: Any, **more: Any) -> Any:
+        nonlocal changed
+        if not changed:
+            changed = True
+            with seed.updating(timeout=0, weights="2"):
+                for name, tensor in weights(2).items():
+                    offered[name].copy_(tensor)
+        return real(self, *given, **more)
+
+    monkeypatch.setattr(TcpConnection, "fetch", fetch)
+    with Seed(offered, KEY) as seed:
+        found = weights(0)
+        result = fork_into(found, seed.url, chunk_bytes=CHUNK, digests="off", connections=1)
+        assert result.weights == "2"
+        assert same(found, 2)
+
+
+def test_a_lying_digest_and_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it sends is not what it says: nothing of it stays that the files do not confirm."""
+    path = tmp_path / "model.safetensors"
+    save_file(weights(1), path)
+    real = TcpConnection.fetch
+
+    def fetch(self: TcpConnection, *given: Any, **more: Any) -> Any:
+        came = real(self, *given, **more)
+        came.outcome = Outcome.WRONG
+        return came
+
+    monkeypatch.setattr(TcpConnection, "fetch", fetch)
+    with Seed(weights(9), KEY) as liar:
+        found = weights(0)
+        result = fork_into(found, liar.url, chunk_bytes=CHUNK, fallback=path)
+        assert same(found, 1)
+        assert result.by_source == {"files": result.bytes}
+        assert "does not have the digest that comes with it" in result.left[0]
+
+
+def test_no_such_digests() -> None:
+    with pytest.raises(OptionError, match="digests is 'some'; expected one of 'full', 'sample', 'off'"):
+        fork_into(weights(0), "http://127.0.0.1:1", digests="some")
