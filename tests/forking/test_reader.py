@@ -107,9 +107,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Chunk, bool]]:
     found: list[tuple[Chunk, bool]] = []
     real = TcpConnection.fetch
 
-    def fetch(self: TcpConnection, chunk: Chunk, epoch: int, places: Any, digest: bool) -> Any:
+    def fetch(self: TcpConnection, chunk: Chunk, epoch: int, places: Any, digest: bool, **more: Any) -> Any:
         found.append((chunk, digest))
-        return real(self, chunk, epoch, places, digest)
+        return real(self, chunk, epoch, places, digest, **more)
 
     monkeypatch.setattr(TcpConnection, "fetch", fetch)
     return found
@@ -134,8 +134,8 @@ def test_what_is_checked(asked: list[tuple[Chunk, bool]], digests: str) -> None:
 def test_a_seed_that_makes_no_digests(monkeypatch: pytest.MonkeyPatch, digests: str) -> None:
     real = TcpConnection.fetch
 
-    def fetch(self: TcpConnection, chunk: Chunk, epoch: int, places: Any, digest: bool) -> Any:
-        return real(self, chunk, epoch, places, False)
+    def fetch(self: TcpConnection, chunk: Chunk, epoch: int, places: Any, digest: bool, **more: Any) -> Any:
+        return real(self, chunk, epoch, places, False, **more)
 
     monkeypatch.setattr(TcpConnection, "fetch", fetch)
     with Seed(weights(1), KEY) as seed:

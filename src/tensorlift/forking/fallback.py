@@ -3,7 +3,8 @@
 Nothing that a seed says of itself can prove that its weights are those of some files, and that some tensors
 are alike proves nothing of the others. So whatever the seeds' version is, the outcome is that of the files:
 a tensor that came whole from seeds stays if its bytes have the digest that ``tensorlift digest`` wrote beside
-the files, and all others are read, and compared with theirs. Where there are no digests, all are read.
+the files, and all others are read, and compared with theirs. Where there are no digests, all are read; so
+are tensors of a device, whose bytes the host cannot digest.
 
 Files have what a model saves. Buffers that it does not save keep what they had before the fork; what is
 computed behind a load (derived tensors) is in no file, and a fork that lacks it fails and says so.
