@@ -98,14 +98,9 @@ def fork_into(
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
     settle(named)
     fork = _Fork(
-        clients,
-        wanted,
-        ours,
-        kinds,
+        clients, wanted, ours, kinds, chunk_bytes, progress,
         lambda work, sources: Reader(work, sources, secret, connections, patience, digests, kinds),
-        chunk_bytes,
-        progress,
-    )
+    )  # fmt: skip
     (taken, weights), by_source, own = _filled(fork, files, progress)
     return Forked(
         bytes=sum(by_source.values()),
@@ -145,9 +140,9 @@ class _Fork:
         key: ModelKey | None,
         ours: Offering,
         kinds: Sequence[str],
-        reader: Callable[[Sequence[Errand], Sequence[Source]], Reader],
         chunk_bytes: int,
         progress: Progress | None,
+        reader: Callable[[Sequence[Errand], Sequence[Source]], Reader],
     ) -> None:
         self._clients, self._key, self._ours, self._reader_of = clients, key, ours, reader
         self._kinds = kinds
