@@ -30,6 +30,8 @@ RESTRICTED = {
         "integrations/",
         "forking/offering.py",
         "forking/shared_memory.py",
+        "forking/movers.py",
+        "forking/remote.py",
     ),
 }
 # Where it may be imported inside a function: only when it is needed.

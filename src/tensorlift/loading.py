@@ -29,6 +29,7 @@ from tensorlift import sources
 from tensorlift.distributed import Ranks, join
 from tensorlift.engine.trace import traced
 from tensorlift.errors import OptionError
+from tensorlift.forking.remote import check_options
 from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.options import LoadOptions
 from tensorlift.plan.parts import Asked, Slices
@@ -36,8 +37,9 @@ from tensorlift.progress import finished, reporter, ticker
 from tensorlift.stats import LoadStats, timed
 from tensorlift.tensors import memory as memories
 from tensorlift.tensors.filling import Filled, fill
+from tensorlift.tensors.moving import Batches
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
-from tensorlift.weights import Weights, read_headers
+from tensorlift.weights import Weights, find, movers_of, read_headers
 
 __all__ = ["LoadedState", "load", "load_into", "open"]
 
@@ -70,7 +72,8 @@ def load(
 ) -> LoadedState:
     """Loads a checkpoint: a dict of tensors by name, in file order, every one owned.
 
-    path: a file, a list of files, a folder, or a Hub id (from the local cache, else downloaded).
+    path: a file, a list of files, a folder, a Hub id (from the local cache, else downloaded), or a seed as
+        "tensorlift://host:port/key" (docs/tensors.md).
     device: "cpu", "cuda" (the current one), "cuda:1" or a torch.device.
     names: only these tensors: an exact name, a glob, a compiled regular expression (of the whole name),
         a predicate, or a list of such.
@@ -93,16 +96,17 @@ def load(
     behind then.
     """
     begin = time.perf_counter()
+    check_options(path, verify=verify, slices=slices, process_group=process_group, **options)
     ranks, settings = join(process_group, lambda: LoadOptions.resolve(verify=verify, **options))
     with ranks or contextlib.nullcontext():
         memory = memories.for_device(device, private=settings.own != "tensor")
         with traced(settings.trace) as trace:
             clock = Clock(trace)
             with clock.phase("headers"):
-                found = sources.find(path)
+                found = find(path)
             # What names, slices and digests mean shows only when all headers are there.
             plain = names is None and slices is None and settings.verify in (None, False) and ranks is None
-            if plain and len(found.files) > 1 and memory.native_kind:
+            if plain and isinstance(found, sources.Found) and len(found.files) > 1 and memory.native_kind:
                 state = _load_in_parts(found, memory, settings, clock)
             else:
                 checkpoint = read_headers(found, clock, ranks)
@@ -127,7 +131,8 @@ def load_tensors(
     checkpoint, rows, expected = sources.asked_of(checkpoint, names, slices, settings)
     rules = rules_of(budget_of(settings, memory), memory, uniform=False)
     exchange = None if ranks is None else ranks.exchange(checkpoint, rows, memory, settings, rules.capacity)
-    transfer = Transfer.of(checkpoint, rows, memory, settings, rules, clock, expected, exchange)
+    movers = movers_of(checkpoint)
+    transfer = movers.batches(checkpoint, rows, memory, settings, rules, clock, expected, exchange)
     return _collected(transfer, (), settings)
 
 
@@ -138,18 +143,19 @@ def _load_in_parts(
     rules = rules_of(budget_of(settings, memory), memory, uniform=False)
     transfer = Transfer(memory, settings, rules, sources.file_bytes(found), clock)
     with contextlib.closing(sources.read_headers_in_parts(found)) as parts:
-        return _collected(transfer, _timed_parts(parts, clock), settings)
+        added = (transfer.add(part, part.select()) for part in _timed_parts(parts, clock))
+        return _collected(transfer, added, settings)
 
 
-def _collected(transfer: Transfer, more: Iterable[Checkpoint], settings: LoadOptions) -> LoadedState:
-    """All tensors of a transfer, and of the checkpoints that are still to be added to it."""
+def _collected(transfer: Batches, more: Iterable[int], settings: LoadOptions) -> LoadedState:
+    """All tensors of a transfer; ``more``: batches that are added to it while it is iterated over."""
     state = LoadedState()
     try:
         with reporter(settings.progress) as report:
             # The whole plan at once: the engine never waits for Python, and tensors are made while it reads.
             transfer.submit(transfer.batch_count)
-            for checkpoint in more:
-                transfer.submit(transfer.add(checkpoint, checkpoint.select()))
+            for batches in more:
+                transfer.submit(batches)
             for batch in range(transfer.batch_count):
                 state.update(zip(transfer.names(batch), transfer.tensors(batch), strict=True))
             if transfer.batch_count:
@@ -194,6 +200,7 @@ def open(
     With a process group the pass ends on all ranks together: whoever has all its tensors waits for the
     others, and a rank that stops early has all the others raise PeerError.
     """
+    check_options(path, verify=verify, slices=slices, process_group=process_group, **options)
     ranks, settings = join(process_group, lambda: LoadOptions.resolve(verify=verify, **options))
     with contextlib.ExitStack() as ending:
         if ranks is not None:
@@ -241,6 +248,7 @@ def load_into(
             )
         return LoadOptions.resolve(verify=verify, **options)
 
+    check_options(path, verify=verify, slices=slices, process_group=process_group, **options)
     ranks, settings = join(process_group, resolve)
     with ranks or contextlib.nullcontext():
         if names is not None and not (isinstance(names, (str, re.Pattern)) or callable(names)):
@@ -248,16 +256,17 @@ def load_into(
         with traced(settings.trace) as trace:
             clock = Clock(trace)
             with clock.phase("headers"):
-                found = sources.find(path)
+                found = find(path)
 
             def ask(meanwhile: Callable[[], object] | None) -> Asked:
                 checkpoint = read_headers(found, clock, ranks, meanwhile)
                 return sources.asked_of(checkpoint, names, slices, settings)
 
             everything = names is None and slices is None and ranks is None
-            nbytes = sources.file_bytes(found) if everything else None
+            files = found if everything and isinstance(found, sources.Found) else None
+            nbytes = None if files is None else sources.file_bytes(files)
             exchange = None if ranks is None else ranks.exchange
-            filled = fill(model, ask, names, strict, settings, clock, nbytes, exchange)
+            filled = fill(model, ask, names, strict, settings, clock, nbytes, exchange, movers_of(found))
         if ranks is not None:
             ranks.complete = True
     stats = filled.stats if ranks is None else ranks.told(filled.stats)

@@ -16,6 +16,8 @@ from tensorlift import sources
 from tensorlift.distributed import Ranks
 from tensorlift.engine.trace import traced
 from tensorlift.errors import RequestError
+from tensorlift.forking.movers import FORKS
+from tensorlift.forking.remote import SeedCheckpoint, is_seed
 from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.format.quoting import plural, quote
 from tensorlift.options import LoadOptions
@@ -24,18 +26,31 @@ from tensorlift.progress import finished, reporter, ticker
 from tensorlift.stats import LoadStats, timed
 from tensorlift.tensors import devices
 from tensorlift.tensors import memory as memories
-from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
+from tensorlift.tensors.moving import FILES, Batches, Movers
+from tensorlift.tensors.transfer import Clock, budget_of, rules_of
 
-__all__ = ["Weights", "read_headers"]
+__all__ = ["Weights", "find", "movers_of", "read_headers"]
+
+
+def find(path: Any) -> sources.Found | SeedCheckpoint:
+    """What a caller names: files, or what a seed offers now."""
+    return SeedCheckpoint(path) if is_seed(path) else sources.find(path)
+
+
+def movers_of(found: object) -> Movers:
+    """What brings the bytes of what find() or read_headers() has returned."""
+    return FORKS if isinstance(found, SeedCheckpoint) else FILES
 
 
 def read_headers(
-    found: sources.Found,
+    found: sources.Found | SeedCheckpoint,
     clock: Clock,
     ranks: Ranks | None,
     meanwhile: Callable[[], object] | None = None,
 ) -> Checkpoint:
     """The checkpoint; with ranks, once they have said that theirs is the same."""
+    if isinstance(found, SeedCheckpoint):
+        return found
     with clock.phase("headers"):
         checkpoint = sources.read_headers(found, meanwhile)
     if ranks is None:
@@ -72,7 +87,7 @@ class Weights:
         with contextlib.ExitStack() as ending:
             self._clock = Clock(ending.enter_context(traced(settings.trace)))
             with self._clock.phase("headers"):
-                found = sources.find(path)
+                found = find(path)
             checkpoint = read_headers(found, self._clock, ranks)
             self._checkpoint, self._rows, self._expected = sources.asked_of(
                 checkpoint, names, slices, settings
@@ -169,7 +184,7 @@ class Weights:
         limits = budget_of(settings, memory)
         rules = rules_of(limits, memory, uniform=True)
         try:
-            transfer = Transfer.of(
+            transfer = movers_of(self._checkpoint).batches(
                 self._checkpoint,
                 self._rows,
                 memory,
@@ -225,7 +240,7 @@ class _Pass:
     """One pass over a transfer, reading ahead."""
 
     def __init__(
-        self, transfer: Transfer, buffer_size: int, ending: contextlib.ExitStack, ranks: Ranks | None
+        self, transfer: Batches, buffer_size: int, ending: contextlib.ExitStack, ranks: Ranks | None
     ) -> None:
         self.transfer, self._buffer_size, self._ending, self._ranks = transfer, buffer_size, ending, ranks
         self.seconds = 0.0

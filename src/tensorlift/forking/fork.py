@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensorlift.engine.abi_fork import Places
 from tensorlift.errors import ForkError, OptionError, RequestError, SeedError, TensorliftError
@@ -20,6 +20,7 @@ from tensorlift.forking.matching import Errand, copies_of, errands
 from tensorlift.forking.offering import Offering, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source, failed, told
 from tensorlift.forking.transports import TRANSPORTS, check_transports
+from tensorlift.format.quoting import plural
 from tensorlift.progress import Report as Progress
 
 __all__ = ["Forked", "fork_into"]
@@ -66,6 +67,7 @@ def fork_into(
     transports: Sequence[str] = TRANSPORTS,
     fallback: Any = None,
     digests: str = "full",
+    part_of: Manifest | None = None,
 ) -> Forked:
     """Fills the tensors of a model from one seed or several that offer the same weights.
 
@@ -74,7 +76,8 @@ def fork_into(
     seed. patience: seconds that a seed may do nothing, or keep a fork waiting (and see pace.py). transports:
     those that may be taken. Names, dtypes, shapes and strides are compared before a byte is written. digests:
     "full", each chunk is compared with its digest; "sample", some are (see chunks.checked); "off", none is.
-    Epochs are always compared.
+    Epochs are always compared. part_of: what the seed was seen to have, of which the model is a part; it has
+    to be that still.
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
     then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that
@@ -98,7 +101,7 @@ def fork_into(
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
     settle(named)
     fork = _Fork(
-        clients, wanted, ours, kinds, chunk_bytes, progress,
+        clients, _Wanted(wanted, ours, kinds, part_of), chunk_bytes, progress,
         lambda work, sources: Reader(work, sources, secret, connections, patience, digests, kinds),
     )  # fmt: skip
     (taken, weights), by_source, own = _filled(fork, files, progress)
@@ -131,21 +134,27 @@ def _filled(
             raise problem from error
 
 
+class _Wanted(NamedTuple):
+    """What a seed has to have, and how it has to be reached."""
+
+    key: ModelKey | None
+    ours: Offering
+    kinds: Sequence[str]
+    part_of: Manifest | None
+
+
 class _Fork:
     """The attempts of one fork at its seeds, and what has come of them."""
 
     def __init__(
         self,
         clients: Sequence[SeedClient],
-        key: ModelKey | None,
-        ours: Offering,
-        kinds: Sequence[str],
+        wanted: _Wanted,
         chunk_bytes: int,
         progress: Progress | None,
         reader: Callable[[Sequence[Errand], Sequence[Source]], Reader],
     ) -> None:
-        self._clients, self._key, self._ours, self._reader_of = clients, key, ours, reader
-        self._kinds = kinds
+        self._clients, self._wanted, self._reader_of = clients, wanted, reader
         self.transports: dict[str, str] = {}
         self._chunk_bytes, self._progress = chunk_bytes, progress
         self._work: Sequence[Errand] = ()
@@ -155,10 +164,12 @@ class _Fork:
 
     def run(self) -> tuple[ModelKey, str]:
         """Key and version of the weights, once all have come; ForkError, SeedError, ManifestError."""
-        for _ in range(_ATTEMPTS):
-            sources = _sources(self._clients, self._key, self._ours, self._kinds, self.left)
+        ours, part_of = self._wanted.ours, self._wanted.part_of
+        attempts = _ATTEMPTS if part_of is None else 1
+        for _ in range(attempts):
+            sources = _sources(self._clients, self._wanted, self.left)
             manifest = sources[0].manifest
-            copies = copies_of(manifest.tensors, self._ours.tensors, self._ours.memories)
+            copies = copies_of(manifest.tensors, ours.tensors, ours.memories)
             self._work = errands(copies, self._chunk_bytes)
             total = sum(errand.chunk.nbytes for errand in self._work)
             reader = self._reader_of(self._work, sources)
@@ -172,8 +183,8 @@ class _Fork:
             if not any(source.stale for source in sources):
                 raise failed(total - sum(self.kept_bytes().values()), total, told(sources))
         raise ForkError(
-            f"{self._clients[0].url}: the weights have changed {_ATTEMPTS} times while they were read; fork "
-            "when they rest, or load from files"
+            f"{self._clients[0].url}: the weights have changed {plural(attempts, 'time')} while they were "
+            "read; fork when they rest, or load from files"
         )
 
     def kept_bytes(self) -> dict[str, int]:
@@ -193,23 +204,17 @@ def _tell(progress: Progress | None, total: int, done: int) -> None:
         progress(done, total)
 
 
-def _sources(
-    clients: Sequence[SeedClient],
-    key: ModelKey | None,
-    ours: Offering,
-    kinds: Sequence[str],
-    left: dict[str, str],
-) -> list[Source]:
+def _sources(clients: Sequence[SeedClient], wanted: _Wanted, left: dict[str, str]) -> list[Source]:
     """The seeds that offer what is wanted, in the same regions; raises why there is none."""
-    layouts = [Layout(one.name, one.dtype, one.shape, one.stride) for one in ours.tensors]
+    layouts = [Layout(one.name, one.dtype, one.shape, one.stride) for one in wanted.ours.tensors]
     found: list[Source] = []
     first: ForkError | None = None
     for client in clients:
         try:
-            if key is not None:
-                client = client.peer(key)
-            manifest = client.manifest()
-            _check(client, manifest, key, layouts, kinds)
+            if wanted.key is not None:
+                client = client.peer(wanted.key)
+            manifest = client.manifest() if wanted.part_of is None else _same(client, wanted.part_of)
+            _check(client, manifest, wanted, layouts)
         except ForkError as error:
             first = first or error
             left[client.url] = str(error).removeprefix(client.url).lstrip(": ")
@@ -224,22 +229,27 @@ def _sources(
     return found
 
 
-def _check(
-    client: SeedClient,
-    manifest: Manifest,
-    key: ModelKey | None,
-    layouts: Sequence[Layout],
-    kinds: Sequence[str],
-) -> None:
-    if key is not None and manifest.key != key:
+def _same(client: SeedClient, seen: Manifest) -> Manifest:
+    """What was seen, if it is so still."""
+    now = client.state()
+    if (now.instance, now.epoch) != (seen.instance, seen.epoch):
         raise ForkError(
-            f"{client.url} has {told_key(manifest.key)}, wanted is {told_key(key)}; name a seed of the same "
-            "model and ranks"
+            f"{client.url}: the weights have changed, or it is another instance, since they were looked at; "
+            "begin again"
         )
-    if unlike := differences(manifest, layouts):
+    return seen
+
+
+def _check(client: SeedClient, manifest: Manifest, wanted: _Wanted, layouts: Sequence[Layout]) -> None:
+    if wanted.key is not None and manifest.key != wanted.key:
+        raise ForkError(
+            f"{client.url} has {told_key(manifest.key)}, wanted is {told_key(wanted.key)}; name a seed of the "
+            "same model and ranks"
+        )
+    if unlike := differences(manifest, layouts, part=wanted.part_of is not None):
         raise ForkError(f"{client.url} has other weights than the model here: " + "; ".join(unlike))
-    if not any(offer.kind in kinds for offer in manifest.transports):
-        raise ForkError(f"{client.url} offers no transport that this fork takes: {', '.join(kinds)}")
+    if not any(offer.kind in wanted.kinds for offer in manifest.transports):
+        raise ForkError(f"{client.url} offers no transport that this fork takes: {', '.join(wanted.kinds)}")
 
 
 def _alike(one: Manifest, other: Manifest) -> bool:

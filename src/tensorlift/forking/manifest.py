@@ -261,9 +261,12 @@ def _problem(tensor: Tensor, sizes: Sequence[int]) -> str | None:
     return None
 
 
-def differences(theirs: Manifest, ours: Sequence[Layout]) -> list[str]:
-    """What keeps the bytes of a seed from being right here, a line each and some of many."""
-    if layout_digest(ours) == theirs.layout:
+def differences(theirs: Manifest, ours: Sequence[Layout], *, part: bool = False) -> list[str]:
+    """What keeps the bytes of a seed from being right here, a line each and some of many.
+
+    ``part``: it may have more tensors.
+    """
+    if not part and layout_digest(ours) == theirs.layout:
         return []
     there = {tensor.name: tensor for tensor in theirs.tensors}
     found = []
@@ -277,6 +280,7 @@ def differences(theirs: Manifest, ours: Sequence[Layout]) -> list[str]:
             if wanted != offered:
                 found.append(f"{quote(mine.name)}: {what} {quote(wanted)} here, {quote(offered)} in the seed")
                 break
-    found += [f"{quote(name)} is in the seed only" for name in there]
+    if not part:
+        found += [f"{quote(name)} is in the seed only" for name in there]
     more = len(found) - _SHOWN
     return [*found[:_SHOWN], f"and {more:,} more"] if more > 0 else found

@@ -97,6 +97,8 @@ class Reader:
                 thread.start()
             while any(thread.is_alive() for thread in threads):
                 with self._state:
+                    if self.queue.is_done:
+                        break
                     self._state.wait(0.2)
                 tick(sum(self.queue.bytes_by_source().values()))
                 self._renew()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from tensorlift.errors import CheckpointError
+from tensorlift.errors import CheckpointError, RequestError
 from tensorlift.format.listing import (
     INDEX_SUFFIX,
     SUFFIX,
@@ -135,6 +135,11 @@ def _as_text(path: object) -> str:
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise TypeError(f"path: wanted str, bytes or os.PathLike, found {type(path).__name__}")
     text = os.fsdecode(path)
+    if text.startswith("tensorlift://"):
+        raise RequestError(
+            f"{clean(text)}: a seed is no file: load, open and load_into take one, alone; 'tensorlift fork' "
+            "writes its tensors to files"
+        )
     if "\0" in text:
         raise CheckpointError(f"{clean(text)}: the path has a NUL character, which no file name can have")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -12,7 +13,6 @@ import torch
 
 from tensorlift.errors import MismatchError, TensorNotFoundError
 from tensorlift.format.checkpoint import Checkpoint, Names
-from tensorlift.format.digests import Expected
 from tensorlift.format.quoting import clean, quote
 from tensorlift.options import LoadOptions
 from tensorlift.plan.parts import Asked
@@ -28,14 +28,15 @@ from tensorlift.tensors.destinations import (
     reach,
     tensors_of,
 )
-from tensorlift.tensors.direct import Direct, check_writable
+from tensorlift.tensors.direct import check_writable
 from tensorlift.tensors.exchanging import Exchanging
 from tensorlift.tensors.interpreter import collector_paused
+from tensorlift.tensors.moving import FILES, Batches, Movers, Straight
 from tensorlift.tensors.running import Tick, both
-from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
+from tensorlift.tensors.transfer import Clock, budget_of, rules_of
 from tensorlift.tensors.views import check_expressible
 
-__all__ = ["ExchangeOf", "Filled", "fill"]
+__all__ = ["ExchangeOf", "Filled", "copy_into", "fill"]
 
 ExchangeOf = Callable[..., Exchanging]
 """See distributed.ranks.Ranks.exchange: what asks the other ranks, and returns what comes from them."""
@@ -61,19 +62,21 @@ def fill(
     clock: Clock,
     nbytes: int | None = None,
     exchange_of: ExchangeOf | None = None,
+    movers: Movers = FILES,
 ) -> Filled:
     """Fills the tensors of ``model`` from what ``ask()`` says, which reads headers and calls what it is given
     meanwhile; see loading.load_into.
 
     ``nbytes``: of all that will be asked for, where that is known before: engines make their rings, and
     destinations are looked at, while headers are read. ``exchange_of``: what asks the load's other ranks.
+    ``movers``: what brings the bytes.
     """
     given = Destinations(tensors_of(model))
     with contextlib.ExitStack() as stack:
-        directs: dict[torch.device, Direct] = {}
+        directs: dict[torch.device, Straight] = {}
         if nbytes is not None:
             with clock.phase("plan"):
-                _make_engines(directs, given.devices, nbytes, options, clock, stack)
+                _make_engines(movers, directs, given.devices, nbytes, options, clock, stack)
         checkpoint, rows, expected = ask(None if nbytes is None else lambda: given.columns)
         with clock.phase("plan"), collector_paused():
             found = match(given, checkpoint, rows.tolist(), _asked(names, list(given.by_name)))
@@ -89,13 +92,13 @@ def fill(
             targets = _by_device(found.direct)
             if nbytes is None:
                 ranks = 1 if others is None else others.ranks_per_host
-                _make_engines(directs, targets, total, options, clock, stack, ranks)
+                _make_engines(movers, directs, targets, total, options, clock, stack, ranks)
             for device in directs.keys() - targets.keys():
                 directs.pop(device).close()
             for device, direct in directs.items():
                 direct.plan(checkpoint, targets[device], expected)
         report = stack.enter_context(reporter(options.progress))
-        parts: list[Direct | Transfer] = [*directs.values()]
+        parts: list[Straight | Batches] = [*directs.values()]
         tick = both(
             None if others is None else others.check,
             ticker(report, lambda: sum(part.bytes_done() for part in parts), total),
@@ -103,7 +106,10 @@ def fill(
         _read_in_place(directs.values(), found, clock, tick)
         for direct in directs.values():
             direct.close_well()  # one ring at a time
-        _copy_others(found, Asked(checkpoint, rows, expected), options, clock, stack, parts, tick, together)
+        make = functools.partial(
+            _copying, movers, Asked(checkpoint, rows, expected), options, clock, together
+        )
+        _copy_others(found, make, clock, stack, parts, tick)
         finished(report, total)
     stats = merged(
         [part.stats() for part in parts],
@@ -113,7 +119,7 @@ def fill(
     return Filled(found.missing, found.unexpected, stats)
 
 
-def _read_in_place(directs: Iterable[Direct], found: Match, clock: Clock, tick: Tick | None) -> None:
+def _read_in_place(directs: Iterable[Straight], found: Match, clock: Clock, tick: Tick | None) -> None:
     with clock.phase("submit"):
         try:
             for direct in directs:
@@ -154,7 +160,8 @@ def _check_others(found: Match) -> None:
 
 
 def _make_engines(
-    directs: dict[torch.device, Direct],
+    movers: Movers,
+    directs: dict[torch.device, Straight],
     devices: Iterable[torch.device],
     nbytes: int,
     options: LoadOptions,
@@ -167,19 +174,19 @@ def _make_engines(
     for device in devices:
         if device.type in ("cpu", "cuda"):
             memory = memories.for_device(device)
-            directs[device] = Direct(memory, options, nbytes, clock.trace, digest=digest, ranks=ranks)
+            directs[device] = movers.straight(
+                memory, options, nbytes, clock.trace, digest=digest, ranks=ranks
+            )
             stack.callback(directs[device].close)
 
 
 def _copy_others(
     found: Match,
-    asked: Asked,
-    options: LoadOptions,
+    make: Callable[[list[Target], memories.Memory], Batches],
     clock: Clock,
     stack: contextlib.ExitStack,
-    parts: list[Direct | Transfer],
+    parts: list[Straight | Batches],
     tick: Tick | None,
-    others: Exchanging | None,
 ) -> None:
     """Fills what does not take bytes as they are; its transfers join ``parts``, and ``stack`` closes them."""
     held: dict[str, torch.Tensor] = {}
@@ -187,14 +194,14 @@ def _copy_others(
     ordered = {target.name for target in found.ordered}
     for device, some in _by_device([*found.copied, *found.ordered]).items():
         memory = memories.for_device(device)
-        transfer = _copying(asked.checkpoint, some, memory, options, clock, asked.expected, others)
+        transfer = make(some, memory)
         stack.callback(transfer.close)
         parts.append(transfer)
         _copy_all(transfer, some, ordered, held, tick)
         transfer.close_well()
     with clock.phase("hand_out"):
         for target in found.ordered:
-            _copy(target.tensor, held.pop(target.name))
+            copy_into(target.tensor, held.pop(target.name))
 
 
 def _asked(names: Names, known: list[str]) -> Callable[[str], bool]:
@@ -239,21 +246,22 @@ def _by_device(targets: list[Target]) -> dict[torch.device, list[Target]]:
 
 
 def _copying(
-    checkpoint: Checkpoint,
-    targets: list[Target],
-    memory: memories.Memory,
+    movers: Movers,
+    asked: Asked,
     options: LoadOptions,
     clock: Clock,
-    expected: Expected | None,
     others: Exchanging | None,
-) -> Transfer:
+    targets: list[Target],
+    memory: memories.Memory,
+) -> Batches:
     rows = np.array(sorted(target.row for target in targets), np.int64)
     rules = rules_of(budget_of(options, memory), memory, uniform=True)
-    return Transfer.of(checkpoint, rows, memory, options, rules, clock, expected, others)
+    checkpoint, _, expected = asked
+    return movers.batches(checkpoint, rows, memory, options, rules, clock, expected, others)
 
 
 def _copy_all(
-    transfer: Transfer,
+    transfer: Batches,
     targets: list[Target],
     ordered: set[str],
     held: dict[str, torch.Tensor],
@@ -272,12 +280,13 @@ def _copy_all(
                 if name in ordered:
                     held[name] = tensor
                 else:
-                    _copy(by_name[name], tensor)
+                    copy_into(by_name[name], tensor)
         del made, tensor
         transfer.finish(batch)
 
 
-def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+def copy_into(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies into a parameter, a buffer or an inference tensor, without autograd knowing of it."""
     with torch.inference_mode(destination.is_inference()), torch.no_grad():
         destination.copy_(source)
 

@@ -20,7 +20,16 @@ from tensorlift.errors import OutOfMemoryError, RequestError
 from tensorlift.tensors import scripts
 from tensorlift.tensors.devices import parse_device
 
-__all__ = ["Arena", "CudaMemory", "HostMemory", "Memory", "check_no_capture", "for_device", "record_stream"]
+__all__ = [
+    "Arena",
+    "CudaMemory",
+    "HostMemory",
+    "Memory",
+    "check_host",
+    "check_no_capture",
+    "for_device",
+    "record_stream",
+]
 
 _log = logging.getLogger("tensorlift")
 
@@ -109,15 +118,7 @@ class HostMemory:
     def allocate(self, sizes: Sequence[int]) -> list[Arena]:
         """See Memory."""
         library = abi.library()
-        wanted = sum(sizes)
-        # The kernel promises each block by itself, and ends processes when the promises come due: a file of
-        # holes costs nothing and may say that it is larger than any memory.
-        there = machine.host_memory() if wanted >= _WORTH_ASKING else None
-        if there is not None and wanted > there:
-            raise OutOfMemoryError(
-                f"{wanted} bytes of host memory could not be had: the machine has {there}, swap included; "
-                "load a part with names=, or tensor after tensor with open()"
-            )
+        check_host(sum(sizes))
         return _all_or_none(Arena(*library.arena_host(nbytes), nbytes) for nbytes in sizes)
 
     def stream(self) -> int:
@@ -282,6 +283,20 @@ def check_no_capture() -> None:
         raise RequestError(
             "the current stream is being captured into a CUDA graph, which would replay the load's copies; "
             "load before the capture begins"
+        )
+
+
+def check_host(wanted: int) -> None:
+    """Raises OutOfMemoryError for more bytes than the machine has.
+
+    The kernel promises each block by itself, and ends processes when the promises come due: a file of holes
+    costs nothing and may say that it is larger than any memory.
+    """
+    there = machine.host_memory() if wanted >= _WORTH_ASKING else None
+    if there is not None and wanted > there:
+        raise OutOfMemoryError(
+            f"{wanted} bytes of host memory could not be had: the machine has {there}, swap included; "
+            "load a part with names=, or tensor after tensor with open()"
         )
 
 

@@ -1,0 +1,266 @@
+"""A seed as a checkpoint: ``tensorlift://host:port/key`` where a path may stand.
+
+Its tensors are a table like that of files, so that names, dtypes and shapes are asked for, compared and
+refused alike; their bytes come by forks of some tensors at a time. All are of one epoch of one instance: what
+has changed meanwhile is an error, never a mixture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from tensorlift.errors import ForkError, ManifestError, OptionError, OutOfMemoryError, RequestError
+from tensorlift.forking.client import SeedClient
+from tensorlift.forking.fork import fork_into
+from tensorlift.forking.manifest import Manifest, ModelKey, Tensor
+from tensorlift.format import dtypes
+from tensorlift.format.checkpoint import Checkpoint, Shard
+from tensorlift.format.header import Header
+from tensorlift.format.quoting import clean, quote
+from tensorlift.options import LoadOptions
+from tensorlift.tensors.filling import copy_into
+
+__all__ = [
+    "SCHEME",
+    "TOKEN_VARIABLE",
+    "SeedCheckpoint",
+    "allocated",
+    "check_options",
+    "checked_token",
+    "is_seed",
+    "url_of",
+]
+
+SCHEME = "tensorlift://"
+TOKEN_VARIABLE = "TENSORLIFT_TOKEN"
+
+_LONGEST_TOKEN = 4096
+_MOST_BYTES = 1 << 62
+# What says how files are read, or who else reads them, means nothing here, and must not be passed over.
+_FITTING = ("progress", "buffer_size", "trace", "verify")
+_REFUSED = {field.name for field in dataclasses.fields(LoadOptions)}.difference(_FITTING) | {
+    "slices",
+    "process_group",
+}
+_BY_NAME = {dtype.torch_name: dtype for dtype in dtypes.ALL if dtype.torch_name is not None}
+
+Told = Callable[[int], object]
+"""Called with the bytes that are there."""
+
+
+def is_seed(path: object) -> bool:
+    """Whether a path is the URL of a seed."""
+    return isinstance(path, str) and path.startswith(SCHEME)
+
+
+def url_of(url: str, model: str) -> str:
+    """How load(), open() and load_into() call a seed: from its http://host:port and its key's model."""
+    return f"{SCHEME}{urllib.parse.urlsplit(url).netloc}/{urllib.parse.quote(model)}"
+
+
+def check_options(path: object, **given: object) -> None:
+    """Refuses what makes no sense where ``path`` is a seed: OptionError that names the option."""
+    if not is_seed(path):
+        return
+    wrong = [name for name, value in given.items() if name in _REFUSED and value is not None]
+    if LoadOptions.resolve(verify=given.get("verify")).verify not in (None, False):
+        wrong.append("verify" if given.get("verify") is not None else LoadOptions.variable("verify"))
+    if wrong:
+        raise OptionError(
+            f"{', '.join(wrong)}: not for {clean(str(path))}, which is a seed and no file; leave it out "
+            "(what comes from a seed is compared with digests always)"
+        )
+
+
+def checked_token(text: str, where: str) -> str:
+    """A token as it goes over the wire; OptionError, without it in the message."""
+    token = text.strip()
+    if not token.isascii() or not token.isprintable() or " " in token or len(token) > _LONGEST_TOKEN:
+        raise OptionError(
+            f"{where}: this is no token; expected at most {_LONGEST_TOKEN} printable ASCII characters "
+            "without spaces"
+        )
+    return token
+
+
+class SeedCheckpoint(Checkpoint):
+    """What a seed offers, in one epoch, as the table of a checkpoint's tensors; nothing is read yet."""
+
+    def __init__(self, url: str, token: str | None = None, *, as_it_is: bool = False) -> None:
+        """Asks the seed. ``token``: TENSORLIFT_TOKEN where it is None. ``as_it_is``: also for what is no
+        whole checkpoint.
+
+        Raises RequestError for what is no such URL, SeedError, ManifestError, and ForkError where the seed
+        has another model, or weights that are not those of a checkpoint.
+        """
+        base, model = _parsed(url)
+        if token is None:
+            token = checked_token(os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
+        self.client, self.token = SeedClient(base, token), token
+        self.manifest = self.client.manifest()
+        if model and model != self.manifest.key.model:
+            raise ForkError(
+                f"{clean(url)}: the seed has {quote(self.manifest.key.model)}, not {quote(model)}; name that "
+                "one, or none to take what is there"
+            )
+        if not as_it_is:
+            _check_is_checkpoint(self.manifest.key, url)
+        header = _header(self.manifest, url)
+        shard = Shard(url, os.fsencode(url), int(header.sizes.sum()), 0, 0, header)
+        super().__init__(
+            [shard], header.names, np.zeros(len(header.names), np.int32), header.dtypes, header.starts,
+            header.sizes, header.shapes, url,
+        )  # fmt: skip
+        self._entries = {tensor.name: tensor for tensor in self.manifest.tensors}
+
+    def batches(self, names: Sequence[str], limit: int) -> Iterator[list[str]]:
+        """The names in parts of at most so many bytes, or of one tensor."""
+        part: list[str] = []
+        held = 0
+        for name in names:
+            nbytes = self._nbytes([name])
+            if part and held + nbytes > limit:
+                yield part
+                part, held = [], 0
+            part.append(name)
+            held += nbytes
+        if part:
+            yield part
+
+    def bring(self, tensors: Mapping[str, torch.Tensor], limit: int, told: Told) -> None:
+        """Fills tensors of this checkpoint's names and shapes, wherever they are and of whatever layout.
+
+        What a fork cannot write to goes through host memory, ``limit`` bytes at a time. Raises what
+        fork_into() does; then their contents are undefined.
+        """
+        straight = {name: tensor for name, tensor in tensors.items() if self._takes(name, tensor)}
+        self._fork(straight, 0, told)
+        done = self._nbytes(straight)
+        for names in self.batches([name for name in tensors if name not in straight], limit):
+            room = {name: self._room(name) for name in names}
+            self._fork(room, done, told)
+            for name, tensor in room.items():
+                copy_into(tensors[name], tensor)
+            done += self._nbytes(names)
+        told(done)
+
+    def stream(self, names: Sequence[str], limit: int, told: Told) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors one after another, contiguous and in host memory; no more than ``limit`` bytes, or one
+        tensor, are held beside what the consumer keeps.
+        """
+        done = 0
+        for part in self.batches(names, limit):
+            room = {name: self._room(name) for name in part}
+            self._fork(room, done, told)
+            done += self._nbytes(part)
+            for name in part:
+                yield name, room.pop(name).contiguous()
+        told(done)
+
+    def _takes(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a fork writes into a tensor as it is; the only place that knows where it can write to."""
+        entry = self._entries[name]
+        alike = (str(tensor.dtype), tensor.stride()) == (f"torch.{entry.dtype}", entry.stride)
+        return alike and tensor.device.type == "cpu"
+
+    def _room(self, name: str) -> torch.Tensor:
+        """Host memory with the seed's own layout."""
+        entry = self._entries[name]
+        dtype = getattr(torch, entry.dtype)
+        return allocated(
+            lambda: torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu"), name
+        )
+
+    def _fork(self, tensors: Mapping[str, torch.Tensor], before: int, told: Told) -> None:
+        nbytes = self._nbytes(tensors)
+        told(before)
+        if tensors:
+            fork_into(
+                tensors,
+                self.client.url,
+                token=self.token,
+                part_of=self.manifest,
+                # What comes has gaps between tensors too, and what is one under two names comes once.
+                progress=lambda done, total: told(before + done * nbytes // max(total, 1)),
+            )
+
+    def _nbytes(self, names: Sequence[str] | Mapping[str, object]) -> int:
+        return sum(int(self.sizes[self.index(name)]) for name in names)
+
+
+def _parsed(url: str) -> tuple[str, str]:
+    """(http://host:port, model) of a seed's URL."""
+    parts = urllib.parse.urlsplit(url)
+    try:
+        whole = bool(parts.hostname) and parts.port is not None
+    except ValueError:
+        whole = False
+    if not (url.startswith(SCHEME) and whole) or parts.query or parts.fragment or "@" in parts.netloc:
+        raise RequestError(
+            f"{quote(url, 300)} is no seed; it looks like {SCHEME}host:port/key, where the key is quoted as "
+            f"in any URL and may be left out; a token is given by {TOKEN_VARIABLE}"
+        )
+    return f"http://{parts.netloc}", urllib.parse.unquote(parts.path.removeprefix("/"))
+
+
+def _check_is_checkpoint(key: ModelKey, url: str) -> None:
+    if key.processed:
+        raise ForkError(
+            f"{clean(url)}: the seed has weights as an instance keeps them behind its load, which need not "
+            "be those of the checkpoint; fork them into the same model, or write them with 'tensorlift fork'"
+        )
+    for name in ("tp", "pp", "ep"):
+        rank, size = getattr(key, name)
+        if size > 1:
+            raise ForkError(
+                f"{clean(url)}: the seed has the part of rank {rank} of {size} in {name}, and no whole "
+                "checkpoint; fork it into the same rank of another instance"
+            )
+
+
+def _header(manifest: Manifest, url: str) -> Header:
+    """The tensors as a file's header would have them."""
+    kinds = [_BY_NAME.get(tensor.dtype) for tensor in manifest.tensors]
+    shapes: list[tuple[int, ...]] = []
+    sizes: list[int] = []
+    for tensor, kind in zip(manifest.tensors, kinds, strict=True):
+        if kind is None or (kind.elements > 1 and not tensor.shape):
+            raise ForkError(
+                f"{clean(url)}: {quote(tensor.name)} has dtype {tensor.dtype} and shape "
+                f"{list(tensor.shape)}, which no checkpoint has; fork it into the same model"
+            )
+        shapes.append(_shape(tensor, kind))
+        sizes.append(math.prod(shapes[-1]) * kind.bits // 8)
+    if sum(sizes) > _MOST_BYTES:
+        raise ManifestError(f"{clean(url)}: the manifest has tensors of {sum(sizes):,} bytes")
+    return Header(
+        None,
+        [tensor.name for tensor in manifest.tensors],
+        np.array([kind.id for kind in kinds if kind is not None], np.uint8),
+        shapes,
+        np.zeros(len(sizes), np.int64),
+        np.array(sizes, np.int64),
+    )
+
+
+def _shape(tensor: Tensor, kind: dtypes.Dtype) -> tuple[int, ...]:
+    """As in a file: F4 counts half bytes."""
+    if kind.elements == 1:
+        return tensor.shape
+    return (*tensor.shape[:-1], tensor.shape[-1] * kind.elements)
+
+
+def allocated(make: Callable[[], torch.Tensor], name: str) -> torch.Tensor:
+    """What ``make`` makes for a tensor; OutOfMemoryError."""
+    try:
+        with torch.inference_mode(False):
+            return make()
+    except RuntimeError as error:  # torch's own word for no memory, on a host
+        raise OutOfMemoryError(f"memory for {quote(name)} could not be had: {error}") from None
