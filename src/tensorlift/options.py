@@ -41,7 +41,7 @@ _LARGEST_SIZE = 1 << 62
 _LARGEST_COUNT = 4096
 _LONGEST = 7 * 86400  # seconds
 _PREFIX, _OF_TESTS = "TENSORLIFT_", "TENSORLIFT_TEST"
-# Read elsewhere: engine/library.py, cli/console.py and forking/remote.py.
+# Read elsewhere: engine/library.py, cli/console.py and forking/tokens.py.
 _NO_SETTINGS = ("TENSORLIFT_LIBRARY", "TENSORLIFT_DEBUG", "TENSORLIFT_TOKEN")
 _log = logging.getLogger("tensorlift")
 _told: set[str] = set()

@@ -38,7 +38,7 @@ def finished(report: Report | None, total: int) -> None:
 
 
 @contextlib.contextmanager
-def bar(force: bool = False) -> Iterator[Report]:
+def bar(force: bool = False, what: str = "loading") -> Iterator[Report]:
     """A bar in bytes on stderr, gone at the end; ``force``: drawn also where stderr is no terminal."""
     # Only here: importing rich takes longer than loading a small model.
     from rich import progress
@@ -55,7 +55,7 @@ def bar(force: bool = False) -> Iterator[Report]:
     ]
     if console.width >= _NARROW:
         columns = [
-            progress.TextColumn("loading", table_column=whole()),
+            progress.TextColumn(what, markup=False, table_column=whole()),
             progress.BarColumn(),
             *columns,
             progress.TimeRemainingColumn(table_column=whole()),

@@ -1,4 +1,5 @@
-"""Synthetic checkpoints with the geometry of real models, written at the speed of the file system.
+"""Checkpoints that are written: synthetic ones with the geometry of real models, at the speed of the file
+system, and tensors that somebody has.
 
 The bytes come from one random block that is laid down again and again from different places, so that writing
 takes no time for making them and two tensors of one size still differ.
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +39,11 @@ __all__ = [
     "in_shards",
     "nvfp4_moe",
     "qwen3_moe",
+    "write_checkpoint",
     "write_holes",
     "write_model",
     "write_shards",
+    "write_tensors",
 ]
 
 SHARD_BYTES = 5_000_000_000
@@ -47,10 +51,14 @@ SHARD_BYTES = 5_000_000_000
 
 _INDEX = "model.safetensors.index.json"
 _UNFINISHED = ".unfinished"
-_UNDER_WAY = ".tensorlift-synth-"
+_UNDER_WAY = ".tensorlift-unfinished-"
 # Odd, so that no power of two of a file's bytes meets the same place of the block again.
 _BLOCK_BYTES = (64 << 20) + 4099
 _WRITE_BYTES = 32 << 20
+
+Read = Callable[[Sequence[str]], Iterable[memoryview]]
+"""The bytes of the tensors of these names, in this order."""
+WriteFile = Callable[[Path, Sequence[Spec], int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +146,38 @@ def in_shards(specs: Sequence[Spec], shards: int | None) -> list[list[Spec]]:
 
 
 def write_shards(folder: Path, shards: Sequence[Sequence[Spec]], seed: int = 0, keep: bool = False) -> Case:
+    """Writes random bytes, of a seed; see write_checkpoint()."""
+    block = functools.lru_cache(_block)
+    with ThreadPoolExecutor(min(16, usable_cpus())) as pool:
+
+        def write(file: Path, specs: Sequence[Spec], number: int) -> None:
+            _write_file(file, specs, block(seed), number, pool)
+
+        return write_checkpoint(folder, shards, write, keep)
+
+
+def write_tensors(folder: Path, specs: Sequence[Spec], read: Read, keep: bool = False) -> Case:
+    """Writes tensors that somebody has, in files of SHARD_BYTES; see write_checkpoint()."""
+
+    def write(file: Path, specs: Sequence[Spec], number: int) -> None:
+        header, _ = _header(specs)
+        with open(file, "wb") as out:
+            out.write(header)
+            for part in read([spec.name for spec in specs]):
+                out.write(part)
+
+    return write_checkpoint(folder, _in_order(in_shards(specs, None)), write, keep)
+
+
+def write_checkpoint(
+    folder: Path, shards: Sequence[Sequence[Spec]], write: WriteFile, keep: bool = False
+) -> Case:
     """Writes one file a list of tensors, and an index when there is more than one.
 
     Args:
         folder: made if it is not there.
         shards: the tensors of each file, in file order.
-        seed: of the bytes.
+        write: called with a file to write, its tensors, and its number.
         keep: refuse where the folder holds a checkpoint; else that is removed once the new one is written, or
             before where there is no room for both.
 
@@ -167,7 +201,7 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Spec]], seed: int = 0, 
                     f"{folder} holds a checkpoint already: {old[-1].name}{_more(len(old) - 1)}; "
                     "another folder, or --force to replace it"
                 )
-            _write_all(folder, names, shards, seed, old)
+            _write_all(folder, names, shards, write, old)
     except OSError as error:
         raise MachineError(f"{error.filename or folder}: cannot write: {error.strerror}") from error
     tensors = sum(len(specs) for specs in shards)
@@ -197,11 +231,12 @@ def _ordered(name: str, layers: int | None, shards: int | None) -> list[list[Spe
     specs = model.specs(layers)
     if shards is not None and not 1 <= shards <= len(specs):
         raise RequestError(f"{shards} shards cannot be made of {len(specs)} tensors")
-    # Larger dtypes first, then by name: the order of the library's own serializer.
-    return [
-        sorted(part, key=lambda spec: (-dtypes.BY_CODE[spec.dtype].id, spec.name))
-        for part in in_shards(specs, shards)
-    ]
+    return _in_order(in_shards(specs, shards))
+
+
+def _in_order(shards: Sequence[Sequence[Spec]]) -> list[list[Spec]]:
+    """Larger dtypes first, then by name: the order of the library's own serializer, which aligns them."""
+    return [sorted(part, key=lambda spec: (-dtypes.BY_CODE[spec.dtype].id, spec.name)) for part in shards]
 
 
 def _expert(i: int) -> str:
@@ -269,12 +304,15 @@ def _own_bytes(file: Path) -> int:
 
 
 def _write_all(
-    folder: Path, names: Sequence[str], shards: Sequence[Sequence[Spec]], seed: int, old: Sequence[Path]
+    folder: Path,
+    names: Sequence[str],
+    shards: Sequence[Sequence[Spec]],
+    write: WriteFile,
+    old: Sequence[Path],
 ) -> None:
     """Writes into a folder of its own inside, then gives each file its name; ``old`` goes in between."""
     for leftover in folder.glob(f"{_UNDER_WAY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    block = _block(seed)
     total = sum(spec.nbytes for specs in shards for spec in specs)
     written = [*names]
     # Where there is no room for both, the old one has to go first.
@@ -283,9 +321,8 @@ def _write_all(
         _remove(old)
     own = Path(tempfile.mkdtemp(prefix=_UNDER_WAY, dir=folder))
     try:
-        with ThreadPoolExecutor(min(16, usable_cpus())) as pool:
-            for number, (name, specs) in enumerate(zip(names, shards, strict=True)):
-                _write_file(own / (name + _UNFINISHED), specs, block, number, pool)
+        for number, (name, specs) in enumerate(zip(names, shards, strict=True)):
+            write(own / (name + _UNFINISHED), specs, number)
         if len(names) > 1:
             weight_map = {s.name: name for name, specs in zip(names, shards, strict=True) for s in specs}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}

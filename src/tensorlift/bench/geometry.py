@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["MODELS", "Model", "Spec"]
+from tensorlift.format import dtypes
 
-_BYTES = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
+__all__ = ["MODELS", "Model", "Spec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """Bytes of its data."""
-        return self.elements * _BYTES[self.dtype]
+        return self.elements * dtypes.BY_CODE[self.dtype].bits // 8
 
     @property
     def parameters(self) -> int:

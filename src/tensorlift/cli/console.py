@@ -5,6 +5,7 @@ Data goes to stdout, everything else to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import math
@@ -12,15 +13,16 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn, ParamSpec
 
 import typer
 from rich.console import Console
 
 from tensorlift.cli.interrupts import raise_again
-from tensorlift.errors import FileError, MachineError, TensorliftError
+from tensorlift.errors import FileError, ForkError, MachineError, TensorliftError
 from tensorlift.format.quoting import clean, plural
+from tensorlift.progress import Report, bar
 
 __all__ = [
     "EXIT_CODES",
@@ -31,11 +33,13 @@ __all__ = [
     "matching",
     "number",
     "print_error",
+    "told",
 ]
 
 EXIT_FILE = 1
 EXIT_REQUEST = 2
 EXIT_MACHINE = 3
+EXIT_INSTANCE = 4
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -46,6 +50,7 @@ EXIT_CODES = {
     EXIT_FILE: "a file or checkpoint is not what it should be, or not there",
     EXIT_REQUEST: "the request: usage, an unknown option, device, tensor or dtype",
     EXIT_MACHINE: "this machine: reading, memory, a driver, the native library, or room for output",
+    EXIT_INSTANCE: "a running instance cannot be reached, refuses, ended, or has other weights",
     EXIT_BUG: "an error that tensorlift did not expect: please report it",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C",
     EXIT_BROKEN_PIPE: "the reader of the output went away",
@@ -70,6 +75,8 @@ def exit_code(error: BaseException) -> int:
         return EXIT_FILE
     if isinstance(error, MachineError) or _is_full(error):
         return EXIT_MACHINE
+    if isinstance(error, ForkError):
+        return EXIT_INSTANCE
     return EXIT_REQUEST if isinstance(error, TensorliftError) else EXIT_BUG
 
 
@@ -87,6 +94,18 @@ def number(value: float) -> float:
 def matching(count: int, digests: str) -> str:
     """What a verification says that found no difference."""
     return f"{plural(count, 'tensor')} match{'es' if count == 1 else ''} {clean(digests)}"
+
+
+@contextlib.contextmanager
+def told(progress: bool | None, what: str = "loading") -> Iterator[bool | Report | None]:
+    """What a load's ``progress`` is for --progress and --no-progress, or neither: a bar on a terminal."""
+    if progress is False:
+        yield False
+    elif progress is None and not sys.stderr.isatty():
+        yield None  # nobody said: TENSORLIFT_PROGRESS may
+    else:
+        with bar(force=bool(progress), what=what) as report:
+            yield report
 
 
 def print_error(error: BaseException) -> None:

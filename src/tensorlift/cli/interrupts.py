@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["at_once", "leave_at_once", "raise_again"]
+__all__ = ["at_once", "leave_at_once", "raise_again", "until_terminated"]
 
 _INTERRUPTED = 130
 
@@ -41,6 +41,32 @@ def at_once() -> Iterator[None]:
         yield
     finally:
         raise_again()
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM."""
+
+
+@contextlib.contextmanager
+def until_terminated() -> Iterator[None]:
+    """SIGTERM ends what is inside like Ctrl-C, but as the way in which it should end: nothing is raised.
+
+    Not where the caller has it ignored, or has a handler.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _TerminatedError
+
+    ours = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except _TerminatedError:
+        pass
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _replace(old: object, new: signal.Handlers | object) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tensorlift.cli.console import guarded, matching
+from tensorlift.cli.console import guarded, matching, told
 from tensorlift.cli.interrupts import at_once
 from tensorlift.options import BACKENDS, LoadOptions
-from tensorlift.progress import Report, bar
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
@@ -69,12 +66,7 @@ def _once(
     with at_once():
         from tensorlift.loading import load  # torch only now
 
-    if progress is None and not sys.stderr.isatty():
-        # Nobody said: TENSORLIFT_PROGRESS may.
-        told: contextlib.AbstractContextManager[bool | Report | None] = contextlib.nullcontext()
-    else:
-        told = contextlib.nullcontext(False) if progress is False else bar(force=bool(progress))
-    with told as report:
+    with told(progress) as report:
         state = load(
             paths[0] if len(paths) == 1 else paths, device=device, names=names, progress=report, **given
         )

@@ -20,6 +20,7 @@ from tensorlift.errors import ForkError, ManifestError, OptionError, OutOfMemory
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import Manifest, ModelKey, Tensor
+from tensorlift.forking.tokens import TOKEN_VARIABLE, token_of
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint, Shard
 from tensorlift.format.header import Header
@@ -29,19 +30,15 @@ from tensorlift.tensors.filling import copy_into
 
 __all__ = [
     "SCHEME",
-    "TOKEN_VARIABLE",
     "SeedCheckpoint",
     "allocated",
     "check_options",
-    "checked_token",
     "is_seed",
     "url_of",
 ]
 
 SCHEME = "tensorlift://"
-TOKEN_VARIABLE = "TENSORLIFT_TOKEN"
 
-_LONGEST_TOKEN = 4096
 _MOST_BYTES = 1 << 62
 # What says how files are read, or who else reads them, means nothing here, and must not be passed over.
 _FITTING = ("progress", "buffer_size", "trace", "verify")
@@ -79,17 +76,6 @@ def check_options(path: object, **given: object) -> None:
         )
 
 
-def checked_token(text: str, where: str) -> str:
-    """A token as it goes over the wire; OptionError, without it in the message."""
-    token = text.strip()
-    if not token.isascii() or not token.isprintable() or " " in token or len(token) > _LONGEST_TOKEN:
-        raise OptionError(
-            f"{where}: this is no token; expected at most {_LONGEST_TOKEN} printable ASCII characters "
-            "without spaces"
-        )
-    return token
-
-
 class SeedCheckpoint(Checkpoint):
     """What a seed offers, in one epoch, as the table of a checkpoint's tensors; nothing is read yet."""
 
@@ -101,8 +87,7 @@ class SeedCheckpoint(Checkpoint):
         has another model, or weights that are not those of a checkpoint.
         """
         base, model = _parsed(url)
-        if token is None:
-            token = checked_token(os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
+        token = token_of() if token is None else token
         self.client, self.token = SeedClient(base, token), token
         self.manifest = self.client.manifest()
         if model and model != self.manifest.key.model:
@@ -151,9 +136,9 @@ class SeedCheckpoint(Checkpoint):
             done += self._nbytes(names)
         told(done)
 
-    def stream(self, names: Sequence[str], limit: int, told: Told) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors one after another, contiguous and in host memory; no more than ``limit`` bytes, or one
-        tensor, are held beside what the consumer keeps.
+    def stream(self, names: Sequence[str], limit: int, told: Told) -> Iterator[memoryview]:
+        """The bytes of one tensor after another, as files have them; no more than ``limit``, or one tensor,
+        are held beside what the consumer keeps.
         """
         done = 0
         for part in self.batches(names, limit):
@@ -161,7 +146,7 @@ class SeedCheckpoint(Checkpoint):
             self._fork(room, done, told)
             done += self._nbytes(part)
             for name in part:
-                yield name, room.pop(name).contiguous()
+                yield room.pop(name).contiguous().reshape(-1).view(torch.uint8).numpy().data
         told(done)
 
     def _takes(self, name: str, tensor: torch.Tensor) -> bool:

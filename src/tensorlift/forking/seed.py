@@ -22,13 +22,21 @@ from tensorlift.forking.ranks import JoinRequest, RankTable
 from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.transports import Served
 
-__all__ = ["Seed"]
+__all__ = ["Seed", "check_host"]
 
 # A request takes milliseconds; a reader has one connection to ask by.
 _MOST_TALKS = 64
 # A fork that died holds its lease no longer.
 _LONGEST_LEASE = 60.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def check_host(host: str, token: str, insecure: bool) -> None:
+    """Raises RequestError for an address that others reach, without a token."""
+    if host not in _LOOPBACK and not token and not insecure:
+        raise RequestError(
+            f"a seed on {host} is open to whoever reaches it: give a token, or say insecure=True (--insecure)"
+        )
 
 
 class Seed:
@@ -66,10 +74,7 @@ class Seed:
         OptionError, SeedError where it cannot join, OSError where nobody can listen there.
         """
         token = checked_token(token)
-        if host not in _LOOPBACK and not token and not insecure:
-            raise RequestError(
-                f"a seed on {host} is open to whoever reaches it: give a token, or say insecure=True"
-            )
+        check_host(host, token, insecure)
         self._named = named_tensors(model)
         self._offering = offer(self._named)
         settle(self._named)

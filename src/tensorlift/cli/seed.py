@@ -1,0 +1,154 @@
+"""``tensorlift seed``: a checkpoint held in host memory, offered to other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+from tensorlift.cli.console import guarded, told
+from tensorlift.cli.interrupts import at_once, until_terminated
+from tensorlift.errors import MachineError
+from tensorlift.forking.tokens import token_of
+from tensorlift.format.quoting import plural, quote
+from tensorlift.options import parse_rate
+from tensorlift.stats import human_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from tensorlift.forking.manifest import ModelKey
+    from tensorlift.format.checkpoint import Checkpoint
+
+__all__ = ["command"]
+
+
+@guarded
+def command(
+    paths: list[str] = typer.Argument(metavar="PATH", help="A file, files, a folder or a Hub id."),
+    host: str = typer.Option("127.0.0.1", help="Where to listen: an address of this machine."),
+    port: int = typer.Option(0, min=0, max=65535, help="Of the URL; 0: one that is free."),
+    token_file: str | None = typer.Option(
+        None, metavar="FILE", help="A file with the token that forks have to know. [TENSORLIFT_TOKEN]"
+    ),
+    insecure: bool = typer.Option(
+        False, "--insecure", help="Without a token also where other machines reach it."
+    ),
+    limit: str | None = typer.Option(
+        None, metavar="RATE", help='The most that it sends, such as "2GB/s"; without it, no limit.'
+    ),
+    readers: int = typer.Option(8, min=1, help="The most forks at once."),
+    key: str | None = typer.Option(
+        None, metavar="MODEL", help="What the model is called; without it, as its folder or its Hub id."
+    ),
+    progress: bool | None = typer.Option(
+        None, "--progress/--no-progress", help="A bar on stderr; without either, on a terminal only."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Load a checkpoint into host memory and offer it to other processes, until Ctrl-C or SIGTERM."""
+    token = token_of(token_file)
+    if limit is not None:
+        parse_rate(limit, "--limit")
+    with at_once():
+        from tensorlift.forking.listener import Listener
+        from tensorlift.forking.remote import url_of
+        from tensorlift.forking.seed import Seed, check_host
+
+    check_host(host, token, insecure)
+    with until_terminated():
+        with _listening(host, port):
+            # Before a load that may take minutes.
+            Listener(host, port, id, 1).close()
+        tensors, facts = _loaded(paths, progress)
+        model = _key(paths, key)
+        with _listening(host, port):
+            seed = Seed(
+                tensors, model, host=host, port=port, token=token, insecure=insecure, limit=limit,
+                readers=readers,
+            )  # fmt: skip
+        with seed:
+            urls = {"url": seed.url, "source": url_of(seed.url, model.model)}
+            _print(facts | {"key": model.model} | urls, as_json)
+            _rest()
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"nobody can listen on {quote(host)}, port {port}: {error.strerror or error}; name another "
+            "--host or --port"
+        ) from None
+
+
+def _rest() -> NoReturn:
+    """Until a signal's handler raises."""
+    while True:
+        signal.pause()
+
+
+def _loaded(paths: list[str], progress: bool | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All tensors of a checkpoint in host memory, and what that took."""
+    from tensorlift import sources
+    from tensorlift.loading import load_into
+
+    path = paths[0] if len(paths) == 1 else paths
+    checkpoint = sources.read_headers(sources.find(path))
+    tensors = _room_for(checkpoint)
+    with told(progress) as report:
+        stats = load_into(tensors, path, progress=report).stats
+    seconds = stats.seconds["total"]
+    return tensors, {"paths": paths, "tensors": len(tensors), "bytes": stats.bytes, "seconds": seconds}
+
+
+def _room_for(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Host memory for each of its tensors."""
+    import numpy as np
+    import torch
+
+    from tensorlift.format import dtypes
+    from tensorlift.tensors.memory import check_host
+    from tensorlift.tensors.views import check_expressible, torch_dtype, torch_shape
+
+    check_expressible(checkpoint, np.arange(len(checkpoint)))
+    check_host(int(checkpoint.sizes.sum()))
+    rows = zip(checkpoint.names, checkpoint.dtypes.tolist(), checkpoint.shapes, strict=True)
+    return {
+        name: torch.empty(torch_shape(dtypes.ALL[kind], shape), dtype=torch_dtype(dtypes.ALL[kind]))
+        for name, kind, shape in rows
+    }
+
+
+def _key(paths: Sequence[str], given: str | None) -> ModelKey:
+    from tensorlift.forking.manifest import ModelKey
+    from tensorlift.sources import hub
+
+    first = paths[0]
+    asked = None if os.path.exists(first) else hub.parse_id(first)
+    if asked is not None:
+        name, revision = asked
+        return ModelKey(model=given or name, revision=revision or "", processed=False)
+    folder = os.path.realpath(first if os.path.isdir(first) else os.path.dirname(first))
+    return ModelKey(model=given or os.path.basename(folder), processed=False)
+
+
+def _print(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        text = json.dumps(facts, indent=2)
+    else:
+        text = (
+            f"{plural(facts['tensors'], 'tensor')}, {human_bytes(facts['bytes'])} of {facts['key']} in host "
+            f"memory after {facts['seconds']:.2f} s; Ctrl-C ends it\n"
+            f"{facts['url']}\n{facts['source']}"
+        )
+    print(text, flush=True)
