@@ -22,12 +22,16 @@ def test_reporter(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_a_bar_that_is_drawn_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
-    with bar(force=True) as report:
+def test_a_bar_that_is_drawn_in_any_case(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with bar(force=True, what="from [here]") as report:
         report(1_000_000, 2_000_000)
     said = capsys.readouterr()
     assert said.out == ""
     assert "2.0 MB" in said.err
+    assert "from [here]" in said.err
 
 
 @pytest.mark.parametrize(("width", "drawn"), [("30", False), ("100", True)])

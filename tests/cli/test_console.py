@@ -17,6 +17,8 @@ from tensorlift.cli import console
         (errors.OptionError("x"), 2),
         (errors.TensorNotFoundError("x"), 2),
         (errors.ReadError("x"), 3),
+        (errors.ForkError("x"), 4),
+        (errors.SeedError("x"), 4),
         (errors.OutOfMemoryError("x"), 3),
         (errors.LibraryError("x"), 3),
         (RuntimeError("x"), 70),

@@ -107,6 +107,21 @@ def test_weights_in_shared_memory() -> None:
         assert [int(tensor.unique()) for tensor in mine.values()] == list(range(5))
 
 
+def test_a_part_of_what_was_seen(seed: Seed) -> None:
+    seen = SeedClient(seed.url).manifest()
+    wanted = Model(1).state_dict()
+    part = {name: torch.zeros_like(wanted[name]) for name in ("layers.2.bias", "tied.weight")}
+    result = fork_into(part, seed.url, part_of=seen, **SMALL)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in part.items())
+    assert result.bytes == sum(tensor.nbytes for tensor in part.values())
+    with pytest.raises(ForkError, match="'other' is not in the seed"):
+        fork_into(part | {"other": torch.ones(3)}, seed.url, part_of=seen, **SMALL)
+    with seed.updating(timeout=0):
+        pass
+    with pytest.raises(ForkError, match="the weights have changed, or it is another instance"):
+        fork_into(part, seed.url, part_of=seen, **SMALL)
+
+
 def test_a_fork_is_a_seed(seed: Seed) -> None:
     with contextlib.ExitStack() as open_seeds:
         url = seed.url

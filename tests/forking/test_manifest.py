@@ -184,6 +184,8 @@ def test_differences_are_named() -> None:
         "'other' is not in the seed",
         "'empty' is in the seed only",
     ]
+    assert differences(made(), ours, part=True) == differences(made(), ours)[:-1]
+    assert differences(made(), [], part=True) == []
     assert differences(made(), [])[-1] == "'empty' is in the seed only"
     many = [Layout(f"x{k}", "int8", (), ()) for k in range(50)]
     assert differences(made(), many)[-1] == f"and {50 + len(TENSORS) - 20} more"

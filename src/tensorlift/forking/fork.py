@@ -243,8 +243,8 @@ def _same(client: SeedClient, seen: Manifest) -> Manifest:
 def _check(client: SeedClient, manifest: Manifest, wanted: _Wanted, layouts: Sequence[Layout]) -> None:
     if wanted.key is not None and manifest.key != wanted.key:
         raise ForkError(
-            f"{client.url} has {told_key(manifest.key)}, wanted is {told_key(wanted.key)}; name a seed of the "
-            "same model and ranks"
+            f"{client.url} has {told_key(manifest.key)}, wanted is {told_key(wanted.key)}; name a seed of "
+            "the same model and ranks"
         )
     if unlike := differences(manifest, layouts, part=wanted.part_of is not None):
         raise ForkError(f"{client.url} has other weights than the model here: " + "; ".join(unlike))

@@ -1,0 +1,173 @@
+"""``seed`` on the command line, as a process: offers until it is told to end, and ends then."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import tensorlift
+from support.checkpoints import Written, random_checkpoint
+from support.tensors import assert_state
+from tensorlift.cli import seed as verb
+from tensorlift.cli.main import app
+from tensorlift.errors import SeedError
+from tensorlift.forking.tokens import TOKEN_VARIABLE
+
+SECONDS = 60
+
+
+@contextlib.contextmanager
+def seeding(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A seed as a process of its own, and what it said of itself."""
+    command = [sys.executable, "-m", "tensorlift", "seed", *map(str, arguments), "--json"]
+    # Children get SIGINT also where this run was started in the background, where shells have it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    ) as child:
+        signal.signal(signal.SIGINT, before)
+        watch = threading.Timer(SECONDS, child.kill)
+        watch.start()
+        try:
+            assert child.stdout is not None
+            assert child.stderr is not None
+            said = ""
+            while not said.endswith("}\n"):
+                line = child.stdout.readline()
+                assert line, child.stderr.read()
+                said += line
+            yield child, json.loads(said)
+        finally:
+            child.kill()
+            watch.cancel()
+
+
+def ended(child: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
+    child.send_signal(number)
+    assert child.stderr is not None
+    return child.wait(SECONDS), child.stderr.read()
+
+
+def run(*arguments: object, **environment: str) -> tuple[int, str, str]:
+    runner = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200", **environment})
+    result = runner.invoke(app, [str(one) for one in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    return random_checkpoint(tmp_path / "model", shards=2)
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+
+
+def test_a_seed_until_ctrl_c(written: Written) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with seeding(written.path) as (child, said):
+        assert (said["key"], said["tensors"]) == ("model", len(written.tensors))
+        assert said["source"] == said["url"].replace("http://", "tensorlift://") + "/model"
+        assert_state(tensorlift.load(said["source"]), written.tensors)
+        code, out, err = run("load", said["source"], "--json")
+        assert (code, err) == (0, "")
+        assert json.loads(out)["runs"][0]["bytes"] == said["bytes"]
+        assert ended(child, signal.SIGINT) == (130, "interrupted\n")
+    with pytest.raises(SeedError, match="cannot be reached"):
+        tensorlift.load(said["source"])
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_sigterm_is_the_way_to_end_it(written: Written, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a-token\n")
+    given = ("--token-file", tmp_path / "token", "--key", "org/a model", "--limit", "1GB/s", "--readers", 1)
+    with seeding(*written.files, *given) as (child, said):
+        assert said["source"].endswith("/org/a%20model")
+        code, out, err = run("load", said["source"])
+        assert (code, out) == (4, "")
+        assert err.startswith("error: SeedError\n  http://127.0.0.1:")
+        assert "does not take this token" in err
+        assert run("load", said["source"], TENSORLIFT_TOKEN="a-token")[0] == 0
+        code, _, err = run("load", said["source"] + "x", TENSORLIFT_TOKEN="a-token")
+        assert code == 4
+        assert "the seed has 'org/a model', not 'org/a modelx'" in err
+        with open(f"/proc/{child.pid}/cmdline") as shown:
+            assert "a-token" not in shown.read()
+        assert ended(child, signal.SIGTERM) == (0, "")
+
+
+def test_a_seed_of_an_address_that_others_reach(written: Written) -> None:
+    code, out, err = run("seed", written.path, "--host", "0.0.0.0")
+    assert (code, out) == (2, "")
+    assert "is open to whoever reaches it: give a token, or say insecure=True (--insecure)" in err
+    with seeding(written.path, "--host", "0.0.0.0", "--insecure") as (child, said):
+        assert said["url"].startswith("http://0.0.0.0:")
+        assert ended(child, signal.SIGTERM) == (0, "")
+
+
+def test_what_is_refused_before_a_load(written: Written, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, _, err = run("seed", "nowhere", "--port", taken.getsockname()[1])
+    assert code == 3
+    assert "error: MachineError\n  nobody can listen on '127.0.0.1', port " in err
+    assert run("seed", "nowhere", "--host", "no.such.host.invalid", "--insecure")[0] == 3
+    code, _, err = run("seed", "nowhere", "--limit", "fast")
+    assert (code, "--limit is 'fast'" in err) == (2, True)
+    assert run("seed", "nowhere", "--token-file", tmp_path / "none")[0] == 2
+    assert run("seed", "nowhere", "--readers", 0)[0] == 2
+    code, _, err = run("seed", "nowhere")
+    assert (code, err.startswith("error: CheckpointNotFoundError")) == (1, True)
+
+
+def test_signals_are_as_before(written: Written) -> None:
+    assert run("seed", "nowhere")[0] == 1
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("paths", "key", "model"),
+    [
+        (["{0}"], None, ("model", "")),
+        (["{0}/model-00001-of-00002.safetensors"], None, ("model", "")),
+        (["{0}/.."], "mine", ("mine", "")),
+        (["org/name"], None, ("org/name", "")),
+        (["org/name@v1"], "mine", ("mine", "v1")),
+    ],
+)
+def test_what_the_model_is_called(
+    written: Written, paths: list[str], key: str | None, model: tuple[str, str]
+) -> None:
+    found = verb._key([path.format(written.path) for path in paths], key)
+    assert (found.model, found.revision, found.processed) == (*model, False)
+
+
+def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {
+        "tensors": 1,
+        "bytes": 2000,
+        "key": "m",
+        "seconds": 1.5,
+        "url": "http://h:1",
+        "source": "s://h:1/m",
+    }
+    verb._print(facts, False)
+    assert capsys.readouterr().out == (
+        "1 tensor, 2.00 kB of m in host memory after 1.50 s; Ctrl-C ends it\nhttp://h:1\ns://h:1/m\n"
+    )

@@ -1,0 +1,39 @@
+"""Where tokens come from, and what is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tensorlift.errors import OptionError
+from tensorlift.forking.tokens import TOKEN_VARIABLE, token_of
+
+
+def test_a_file_goes_before_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    assert token_of() == ""
+    monkeypatch.setenv(TOKEN_VARIABLE, " of-the-environment\n")
+    assert token_of() == "of-the-environment"
+    (tmp_path / "token").write_text("of-the-file\n")
+    assert token_of(str(tmp_path / "token")) == "of-the-file"
+
+
+@pytest.mark.parametrize("content", ["two words", "new\nline", "é", "\x00", "x" * 5000])
+def test_what_is_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    (tmp_path / "token").write_text(content)
+    with pytest.raises(OptionError, match=r"token': this is no token") as caught:
+        token_of(str(tmp_path / "token"))
+    assert content not in str(caught.value)
+    if "\x00" not in content:
+        monkeypatch.setenv(TOKEN_VARIABLE, content)
+        with pytest.raises(OptionError, match=r"^TENSORLIFT_TOKEN: this is no token"):
+            token_of()
+
+
+def test_files_without_a_token(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(OptionError, match="is empty; expected a token"):
+        token_of(str(tmp_path / "empty"))
+    with pytest.raises(OptionError, match="cannot be read: No such file"):
+        token_of(str(tmp_path / "none"))
