@@ -25,6 +25,7 @@ FOOT = """
 
 | variable | meaning |
 | --- | --- |
+| `TENSORLIFT_TOKEN` | what a seed asks for, of `tensorlift://` paths and of `tensorlift seed` and `fork` |
 | `TENSORLIFT_LIBRARY` | path of the native library to use instead of the package's own |
 | `TENSORLIFT_DEBUG` | `1`: the command line shows the traceback of an error |
 """

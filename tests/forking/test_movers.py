@@ -188,8 +188,8 @@ def test_refused_options(url: str) -> None:
             act(url, backend="PREAD")
         with pytest.raises(OptionError, match=r"^slices, process_group: not for tensorlift://"):
             act(url, slices={}, process_group="world")
-        with pytest.raises(OptionError, match="unknown option 'bakend'"):
-            act(url, bakend="PREAD")
+        with pytest.raises(OptionError, match="unknown option 'thread'"):
+            act(url, thread=2)
 
 
 def test_a_seed_among_files(url: str, written: Written) -> None:
