@@ -22,8 +22,6 @@ from tensorlift.stats import human_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from tensorlift.forking.manifest import ModelKey
     from tensorlift.format.checkpoint import Checkpoint
 
@@ -71,7 +69,7 @@ def command(
         model = _key(paths, key)
         with _listening(host, port):
             seed = Seed(
-                tensors, model, host=host, port=port, token=token, insecure=insecure, limit=limit,
+                tensors, model, host=host, port=port, token=token or None, insecure=insecure, limit=limit,
                 readers=readers,
             )  # fmt: skip
         with seed:
@@ -97,7 +95,7 @@ def _rest() -> NoReturn:
         signal.pause()
 
 
-def _loaded(paths: list[str], progress: bool | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _loaded(paths: list[str], progress: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """All tensors of a checkpoint in host memory, and what that took."""
     from tensorlift import sources
     from tensorlift.loading import load_into
@@ -111,7 +109,7 @@ def _loaded(paths: list[str], progress: bool | None) -> tuple[dict[str, torch.Te
     return tensors, {"paths": paths, "tensors": len(tensors), "bytes": stats.bytes, "seconds": seconds}
 
 
-def _room_for(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def _room_for(checkpoint: Checkpoint) -> dict[str, Any]:
     """Host memory for each of its tensors."""
     import numpy as np
     import torch

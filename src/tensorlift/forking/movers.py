@@ -49,6 +49,10 @@ class _Coming:
         with self._coming:
             pass
 
+    def close_well(self) -> None:
+        """Nothing shows only then."""
+        self.close()
+
     def _bring(self, seed: SeedCheckpoint, tensors: Mapping[str, torch.Tensor], tick: Tick | None) -> None:
         before = self._done
 

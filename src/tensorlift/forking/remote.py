@@ -170,7 +170,7 @@ class SeedCheckpoint(Checkpoint):
             fork_into(
                 tensors,
                 self.client.url,
-                token=self.token,
+                token=self.token or None,
                 part_of=self.manifest,
                 # What comes has gaps between tensors too, and what is one under two names comes once.
                 progress=lambda done, total: told(before + done * nbytes // max(total, 1)),

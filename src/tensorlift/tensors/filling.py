@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,7 +77,8 @@ def fill(
         if nbytes is not None:
             with clock.phase("plan"):
                 _make_engines(movers, directs, given.devices, nbytes, options, clock, stack)
-        checkpoint, rows, expected = ask(None if nbytes is None else lambda: given.columns)
+        asked = ask(None if nbytes is None else lambda: given.columns)
+        checkpoint, rows, _ = asked
         with clock.phase("plan"), collector_paused():
             found = match(given, checkpoint, rows.tolist(), _asked(names, list(given.by_name)))
             if strict:
@@ -93,10 +94,7 @@ def fill(
             if nbytes is None:
                 ranks = 1 if others is None else others.ranks_per_host
                 _make_engines(movers, directs, targets, total, options, clock, stack, ranks)
-            for device in directs.keys() - targets.keys():
-                directs.pop(device).close()
-            for device, direct in directs.items():
-                direct.plan(checkpoint, targets[device], expected)
+            _plan(directs, targets, asked)
         report = stack.enter_context(reporter(options.progress))
         parts: list[Straight | Batches] = [*directs.values()]
         tick = both(
@@ -104,11 +102,7 @@ def fill(
             ticker(report, lambda: sum(part.bytes_done() for part in parts), total),
         )
         _read_in_place(directs.values(), found, clock, tick)
-        for direct in directs.values():
-            direct.close_well()  # one ring at a time
-        make = functools.partial(
-            _copying, movers, Asked(checkpoint, rows, expected), options, clock, together
-        )
+        make = functools.partial(_copying, movers, asked, options, clock, together)
         _copy_others(found, make, clock, stack, parts, tick)
         finished(report, total)
     stats = merged(
@@ -117,6 +111,15 @@ def fill(
         files=len(np.unique(checkpoint.shard_of[used])),
     )
     return Filled(found.missing, found.unexpected, stats)
+
+
+def _plan(
+    directs: dict[torch.device, Straight], targets: Mapping[torch.device, list[Target]], asked: Asked
+) -> None:
+    for device in directs.keys() - targets.keys():
+        directs.pop(device).close()
+    for device, direct in directs.items():
+        direct.plan(asked.checkpoint, targets[device], asked.expected)
 
 
 def _read_in_place(directs: Iterable[Straight], found: Match, clock: Clock, tick: Tick | None) -> None:
@@ -129,6 +132,8 @@ def _read_in_place(directs: Iterable[Straight], found: Match, clock: Clock, tick
     with clock.phase("read"):
         for direct in directs:
             direct.wait(tick)
+    for direct in directs:
+        direct.close_well()  # one ring at a time
 
 
 def _other_ranks(

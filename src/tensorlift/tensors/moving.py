@@ -41,6 +41,9 @@ class Straight(Protocol):
     def close(self) -> None:
         """Stops it and waits for it: no byte is written after this."""
 
+    def close_well(self) -> None:
+        """The same where all went well; raises what shows only then."""
+
 
 class Batches(Protocol):
     """Into tensors that are made for them; see transfer.Transfer."""
@@ -86,6 +89,9 @@ class Batches(Protocol):
 
     def close(self) -> None:
         """Stops it and waits for it; gives memory back."""
+
+    def close_well(self) -> None:
+        """The same where all went well; raises what shows only then."""
 
 
 class Movers(NamedTuple):
