@@ -9,12 +9,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from support.checkpoints import Written
-from support.device import MIB, NO_DEVICE, call
+from support.device import MIB, NO_DEVICE, assert_right, call
 from tensorlift import loading
 from tensorlift.bench.cases import Spec, write_shards
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.offering import named_tensors, offer
+from tensorlift.forking.remote import url_of
 from tensorlift.forking.seed import Seed
 
 if not torch.cuda.is_available():
@@ -39,6 +40,22 @@ def test_right_bytes(checkpoint: Written, there: str, here: str) -> None:
     for name, tensor in theirs.items():
         flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
         assert torch.equal(ours[name].cpu().contiguous().view(-1).view(torch.uint8), flat), name
+
+
+@pytest.mark.parametrize("there", ["cuda", "cpu"])
+def test_a_seed_as_the_source_of_a_load(checkpoint: Written, there: str) -> None:
+    with Seed(loading.load(checkpoint.path, device=there), ModelKey(model="m", processed=False)) as seed:
+        url = url_of(seed.url, "m")
+        assert_right(loading.load(url, device="cuda"), checkpoint.tensors)
+        with loading.open(url, device="cuda", buffer_size="64KiB") as weights:
+            assert_right(dict(weights), checkpoint.tensors)
+        # In place, and one through a copy.
+        model = like(loading.load(checkpoint.path, device="cuda"), "cuda")
+        wide = next(name for name, (code, _, _) in checkpoint.tensors.items() if code == "I16")
+        model[wide] = model[wide].int()
+        loading.load_into(model, url)
+        model[wide] = model[wide].short()
+        assert_right(model, checkpoint.tensors)
 
 
 def expandable() -> int:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from support import leaks, standin
+from tensorlift import loading
 from tensorlift.engine import abi
 from tensorlift.errors import DeviceError, RequestError
 from tensorlift.forking import offering
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.remote import url_of
 from tensorlift.forking.seed import Seed
 
 KEY = ModelKey(model="org/model")
@@ -66,6 +68,21 @@ def test_right_bytes(driver: standin.Driver, on: list[tuple[int, int]], ways: st
     assert result.by_source == {seed.url: result.bytes}
     # Two connections, each with two slots of 4 MiB and a page on either side.
     assert driver.registered_peak_bytes() <= (2 + 2) * 2 * ((4 << 20) + 4096)
+
+
+def test_a_seed_as_the_source_of_a_load(driver: standin.Driver, on: list[tuple[int, int]]) -> None:
+    """A part at a time, and what is on a device is written by the fork itself."""
+    driver.set_copy_delay_us(500)
+    theirs = weights(1)
+    with Seed(theirs, ModelKey(model="org/model", processed=False)) as seed:
+        url = url_of(seed.url, "org/model")
+        on += [(driver.kind, 1)] * 3
+        with loading.open(url, names="large*", buffer_size="2MiB") as opened:
+            ours = dict(opened)
+    assert on == []
+    assert same(theirs, ours)
+    assert list(ours) == ["large0", "large1", "large2"]
+    assert driver.registered_peak_bytes() > 0
 
 
 def test_a_seed_whose_device_cannot_be_read(driver: standin.Driver, on: list[tuple[int, int]]) -> None:

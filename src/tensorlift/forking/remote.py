@@ -150,10 +150,9 @@ class SeedCheckpoint(Checkpoint):
         told(done)
 
     def _takes(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a fork writes into a tensor as it is; the only place that knows where it can write to."""
+        """Whether a fork writes into a tensor as it is, wherever it is; the only place that knows."""
         entry = self._entries[name]
-        alike = (str(tensor.dtype), tensor.stride()) == (f"torch.{entry.dtype}", entry.stride)
-        return alike and tensor.device.type == "cpu"
+        return (str(tensor.dtype), tensor.stride()) == (f"torch.{entry.dtype}", entry.stride)
 
     def _room(self, name: str) -> torch.Tensor:
         """Host memory with the seed's own layout."""
