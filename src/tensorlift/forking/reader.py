@@ -82,6 +82,7 @@ class Reader:
         self._connections, self._patience, self._transports = connections, patience, transports
         self._state = threading.Condition()
         self._stopping = False
+        self._working = 0
         self._failure: BaseException | None = None
 
     def run(self, tick: Callable[[int], object]) -> None:
@@ -92,14 +93,13 @@ class Reader:
             if self._leased(source)
             for _ in range(self._connections)
         ]
+        self._working = len(threads)
         try:
             for thread in threads:
                 thread.start()
-            while any(thread.is_alive() for thread in threads):
+            while self._working:
                 with self._state:
-                    if self.queue.is_done:
-                        break
-                    self._state.wait(0.2)
+                    self._state.wait_for(lambda: not self._working, 0.2)
                 tick(sum(self.queue.bytes_by_source().values()))
                 self._renew()
                 self._watch()
@@ -177,6 +177,10 @@ class Reader:
         except BaseException as error:  # noqa: BLE001 - for the thread that waits
             self._failure = error
             self._leave(source, str(error))
+        finally:
+            with self._state:
+                self._working -= 1
+                self._state.notify_all()
 
     def _pull(self, source: Source) -> None:
         connection, transport = connect(
