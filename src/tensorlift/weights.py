@@ -229,7 +229,7 @@ class Weights:
         self._ending.close()
 
 
-def _dropped(transfer: Transfer, ranks: Ranks | None, ending: contextlib.ExitStack) -> None:
+def _dropped(transfer: Batches, ranks: Ranks | None, ending: contextlib.ExitStack) -> None:
     """An iterator is gone, and no other can be had."""
     if ranks is None or not ranks.held:
         transfer.close()  # before the trace ends

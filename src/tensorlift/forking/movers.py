@@ -155,6 +155,9 @@ class _Batches(_Coming):
             self._bring(self._seed, wanted, tick)
             self._arrived = max(self._arrived, batch + 1)
 
+    def follow(self, batch: int) -> None:
+        """Nothing: the host has waited for what came."""
+
     def finish(self, batch: int) -> None:
         """See moving.Batches."""
         self.held_bytes -= self.cost(batch)

@@ -78,6 +78,9 @@ class Batches(Protocol):
     def wait(self, batch: int, tick: Tick | None = None) -> None:
         """Until a batch, and each before it, is there for work on the caller's stream."""
 
+    def follow(self, batch: int) -> None:
+        """Before each tensor of a batch that has come: the caller's stream may be another by now."""
+
     def finish(self, batch: int) -> None:
         """Lets go of a batch whose tensors were taken."""
 
