@@ -18,10 +18,10 @@ from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import ForkError, OptionError
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.client import SeedClient
+from tensorlift.forking.connection import SocketConnection
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import Manifest, ModelKey, Offer
 from tensorlift.forking.seed import Seed
-from tensorlift.forking.tcp import TcpConnection
 
 KEY = ModelKey(model="org/model")
 CHUNK = 8000
@@ -67,8 +67,8 @@ def dripping(
 def test_one_of_two_drips(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then, so that no wait for it ends: another seed brings what it holds."""
     with (
-        Seed(weights(1), KEY) as slow,
-        Seed(weights(1), KEY, limit="100KB/s") as other,
+        Seed(weights(1), KEY, transports=["tcp"]) as slow,
+        Seed(weights(1), KEY, limit="100KB/s", transports=["tcp"]) as other,
         dripping(slow, monkeypatch, fast_bytes=10_000),
     ):
         found = weights(0)
@@ -82,7 +82,7 @@ def test_one_of_two_drips(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_only_one_drips(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(weights(1), path)
-    with Seed(weights(1), KEY) as slow, dripping(slow, monkeypatch):
+    with Seed(weights(1), KEY, transports=["tcp"]) as slow, dripping(slow, monkeypatch):
         found = weights(0)
         with pytest.raises(ForkError, match="it stands still: fewer than 3,072 bytes came in 3 s"):
             fork_into(found, slow.url, chunk_bytes=CHUNK, patience=3.0)
@@ -105,13 +105,15 @@ def test_the_only_one_is_slow_and_works(monkeypatch: pytest.MonkeyPatch) -> None
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Chunk, bool]]:
     """Which chunks were fetched, and whether with digests."""
     found: list[tuple[Chunk, bool]] = []
-    real = TcpConnection.fetch
+    real = SocketConnection.fetch
 
-    def fetch(self: TcpConnection, chunk: Chunk, epoch: int, places: Any, digest: bool, **more: Any) -> Any:
+    def fetch(
+        self: SocketConnection, chunk: Chunk, epoch: int, places: Any, digest: bool, **more: Any
+    ) -> Any:
         found.append((chunk, digest))
         return real(self, chunk, epoch, places, digest, **more)
 
-    monkeypatch.setattr(TcpConnection, "fetch", fetch)
+    monkeypatch.setattr(SocketConnection, "fetch", fetch)
     return found
 
 
@@ -132,12 +134,14 @@ def test_what_is_checked(asked: list[tuple[Chunk, bool]], digests: str) -> None:
 
 @pytest.mark.parametrize("digests", ["full", "sample", "off"])
 def test_a_seed_that_makes_no_digests(monkeypatch: pytest.MonkeyPatch, digests: str) -> None:
-    real = TcpConnection.fetch
+    real = SocketConnection.fetch
 
-    def fetch(self: TcpConnection, chunk: Chunk, epoch: int, places: Any, digest: bool, **more: Any) -> Any:
+    def fetch(
+        self: SocketConnection, chunk: Chunk, epoch: int, places: Any, digest: bool, **more: Any
+    ) -> Any:
         return real(self, chunk, epoch, places, False, **more)
 
-    monkeypatch.setattr(TcpConnection, "fetch", fetch)
+    monkeypatch.setattr(SocketConnection, "fetch", fetch)
     with Seed(weights(1), KEY) as seed:
         found = weights(0)
         if digests == "off":
@@ -150,9 +154,9 @@ def test_a_seed_that_makes_no_digests(monkeypatch: pytest.MonkeyPatch, digests: 
 
 def test_epochs_are_compared_without_digests_too(monkeypatch: pytest.MonkeyPatch) -> None:
     offered, changed = weights(1), False
-    real = TcpConnection.fetch
+    real = SocketConnection.fetch
 
-    def fetch(self: TcpConnection, *given: Any, **more: Any) -> Any:
+    def fetch(self: SocketConnection, *given: Any, **more: Any) -> Any:
         nonlocal changed
         if not changed:
             changed = True
@@ -161,7 +165,7 @@ def test_epochs_are_compared_without_digests_too(monkeypatch: pytest.MonkeyPatch
                     offered[name].copy_(tensor)
         return real(self, *given, **more)
 
-    monkeypatch.setattr(TcpConnection, "fetch", fetch)
+    monkeypatch.setattr(SocketConnection, "fetch", fetch)
     with Seed(offered, KEY) as seed:
         found = weights(0)
         result = fork_into(found, seed.url, chunk_bytes=CHUNK, digests="off", connections=1)
@@ -173,14 +177,14 @@ def test_a_lying_digest_and_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """What it sends is not what it says: nothing of it stays that the files do not confirm."""
     path = tmp_path / "model.safetensors"
     save_file(weights(1), path)
-    real = TcpConnection.fetch
+    real = SocketConnection.fetch
 
-    def fetch(self: TcpConnection, *given: Any, **more: Any) -> Any:
+    def fetch(self: SocketConnection, *given: Any, **more: Any) -> Any:
         came = real(self, *given, **more)
         came.outcome = Outcome.WRONG
         return came
 
-    monkeypatch.setattr(TcpConnection, "fetch", fetch)
+    monkeypatch.setattr(SocketConnection, "fetch", fetch)
     with Seed(weights(9), KEY) as liar:
         found = weights(0)
         result = fork_into(found, liar.url, chunk_bytes=CHUNK, fallback=path)

@@ -110,21 +110,25 @@ def _loaded(paths: list[str], progress: bool | None) -> tuple[dict[str, Any], di
 
 
 def _room_for(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Host memory for each of its tensors."""
+    """Host memory for each of its tensors, which forks of this host are given as a file."""
     import numpy as np
     import torch
 
+    from tensorlift.forking.manifest import Layout
+    from tensorlift.forking.shared_memory import shared_tensors
     from tensorlift.format import dtypes
     from tensorlift.tensors.memory import check_host
-    from tensorlift.tensors.views import check_expressible, torch_dtype, torch_shape
+    from tensorlift.tensors.views import check_expressible, torch_shape
 
     check_expressible(checkpoint, np.arange(len(checkpoint)))
     check_host(int(checkpoint.sizes.sum()))
-    rows = zip(checkpoint.names, checkpoint.dtypes.tolist(), checkpoint.shapes, strict=True)
-    return {
-        name: torch.empty(torch_shape(dtypes.ALL[kind], shape), dtype=torch_dtype(dtypes.ALL[kind]))
-        for name, kind, shape in rows
-    }
+    layouts = []
+    for name, kind, shape in zip(
+        checkpoint.names, checkpoint.dtypes.tolist(), checkpoint.shapes, strict=True
+    ):
+        dense = torch.empty(torch_shape(dtypes.ALL[kind], shape), device="meta")
+        layouts.append(Layout(name, str(dtypes.ALL[kind].torch_name), tuple(dense.shape), dense.stride()))
+    return shared_tensors(layouts)
 
 
 def _key(paths: Sequence[str], given: str | None) -> ModelKey:

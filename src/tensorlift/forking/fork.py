@@ -94,9 +94,7 @@ def fork_into(
     named = named_tensors(model)
     ours = offer(named)
     secret, wanted = checked_token(token), None if key is None else checked_key(key)
-    clients = [SeedClient(url, secret, patience, ca) for url in ([urls] if isinstance(urls, str) else urls)]
-    if not clients:
-        raise RequestError("there is no seed to fork from; name one: http://host:port")
+    clients = _clients(urls, secret, patience, ca)
     files = None if fallback is None else Fallback(fallback, model, named, ours)
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
     settle(named)
@@ -116,6 +114,13 @@ def fork_into(
         left=tuple(f"{name}: {why}" for name, why in fork.left.items()),
         own=own,
     )
+
+
+def _clients(urls: str | Sequence[str], token: str, patience: float, ca: Ca | None) -> list[SeedClient]:
+    clients = [SeedClient(url, token, patience, ca) for url in ([urls] if isinstance(urls, str) else urls)]
+    if not clients:
+        raise RequestError("there is no seed to fork from; name one: http://host:port")
+    return clients
 
 
 def _filled(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from tensorlift.errors import OptionError
+from tensorlift.forking.keys import checked_token
 from tensorlift.format.quoting import quote
 
 __all__ = ["TOKEN_VARIABLE", "token_of"]
@@ -34,10 +35,10 @@ def token_of(file: str | None = None) -> str:
 
 
 def _checked(text: str, where: str) -> str:
-    """It goes into the header of a request."""
     token = text.strip()
-    if not (token.isascii() and token.isprintable()) or " " in token or len(token) > _LONGEST:
-        raise OptionError(
-            f"{where}: this is no token; expected at most {_LONGEST} printable ASCII characters, no spaces"
-        )
-    return token
+    if len(token) > _LONGEST:
+        raise OptionError(f"{where}: this is no token; expected at most {_LONGEST} characters")
+    try:
+        return checked_token(token or None)
+    except OptionError as error:
+        raise OptionError(f"{where}: {error}") from None
