@@ -76,8 +76,8 @@ def fork_into(
     seed. patience: seconds that a seed may do nothing, or keep a fork waiting (and see pace.py). transports:
     those that may be taken. Names, dtypes, shapes and strides are compared before a byte is written. digests:
     "full", each chunk is compared with its digest; "sample", some are (see chunks.checked); "off", none is.
-    Epochs are always compared. part_of: what the seed was seen to have, of which the model is a part; it has
-    to be that still.
+    Epochs are always compared. part_of: what the seed was seen to have, and has to have still, of which the
+    model is a part.
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
     then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that
@@ -91,8 +91,7 @@ def fork_into(
     kinds = check_transports(transports)
     if digests not in DIGESTS:
         raise OptionError(f"digests is {digests!r}; expected one of {', '.join(map(repr, DIGESTS))}")
-    named = named_tensors(model)
-    ours = offer(named)
+    ours = offer(named := named_tensors(model))
     secret, wanted = checked_token(token), None if key is None else checked_key(key)
     clients = _clients(urls, secret, patience, ca)
     files = None if fallback is None else Fallback(fallback, model, named, ours)
