@@ -50,6 +50,7 @@ from tensorlift.forking.seed import Seed
 RESULTS = Path(__file__).resolve().parent / "results"
 KEY = ModelKey(model="benchmark")
 WITHIN = 1.02
+TCP: dict[str, Any] = {"transports": ["tcp"], "connections": 2}
 PLAN_SECONDS = 0.1
 # 3.5 billion parameters with 16 layers.
 SIZES = {
@@ -58,23 +59,24 @@ SIZES = {
 }  # fmt: skip
 
 
-def room_for(url: str, token: str) -> dict[str, torch.Tensor]:
-    """Host memory for all tensors of a seed."""
+def room_for(url: str, device: str) -> dict[str, torch.Tensor]:
+    """Memory for all tensors of a seed."""
     return {
-        tensor.name: torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype))
-        for tensor in SeedClient(url, token).manifest().tensors
+        one.name: torch.empty_strided(one.shape, one.stride, dtype=getattr(torch, one.dtype), device=device)
+        for one in SeedClient(url).manifest().tensors
     }
 
 
-def fork_on_demand(orders: Connection, url: str, hashes: bool) -> None:
-    """Another process: for each order (connections) one fork, answered with its seconds; None ends it."""
-    ours = room_for(url, "")
+def fork_on_demand(orders: Connection, url: str, hashes: bool, device: str) -> None:
+    """Another process: for each order (options) one fork, answered with its seconds; None ends it."""
+    ours = room_for(url, device)
     fork_into(ours, url, patience=60.0)
     orders.send({name: hash_of(one) for name, one in ours.items()} if hashes else {})
-    while (connections := orders.recv()) is not None:
+    while (options := orders.recv()) is not None:
         begin = time.perf_counter()
-        fork_into(ours, url, patience=60.0, connections=connections)
+        how = fork_into(ours, url, patience=60.0, **options).transports[url]
         orders.send(time.perf_counter() - begin)
+        print(f"{options}: {how}", file=sys.stderr, flush=True)
 
 
 def hash_of(tensor: torch.Tensor) -> int:
@@ -151,16 +153,16 @@ class Decoder:
 class Fork:
     """The other process."""
 
-    def __init__(self, url: str, hashes: bool = False) -> None:
+    def __init__(self, url: str, hashes: bool = False, device: str = "cpu") -> None:
         spawn = multiprocessing.get_context("spawn")
         self.orders, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=fork_on_demand, args=(theirs, url, hashes), daemon=True)
+        self.process = spawn.Process(target=fork_on_demand, args=(theirs, url, hashes, device), daemon=True)
         self.process.start()
         self.hashes: dict[str, int] = self.orders.recv()
 
-    def one(self, connections: int) -> float:
+    def one(self, **options: Any) -> float:
         """Seconds of a fork."""
-        self.orders.send(connections)
+        self.orders.send(options)
         return float(self.orders.recv())
 
     def close(self) -> None:
@@ -202,7 +204,7 @@ def rounds(model: Any, fork: Fork, options: argparse.Namespace) -> dict[str, lis
     for number in range(2 * options.rounds):
         way = "without" if number % 2 == 0 else "with"
         if way == "with":
-            fork.orders.send(2)
+            fork.orders.send(TCP)
             time.sleep(0.05)
         tokens, seconds = decoder.run()
         if way == "with":
@@ -234,21 +236,30 @@ def decode_rows(found: dict[str, list[list[float]]], limit: str) -> list[Row]:
 
 
 def rate_rows(model: Any, options: argparse.Namespace) -> list[Row]:
-    """A fork that nothing limits, by connections; only told."""
-    rows: list[Row] = []
+    """A fork that nothing limits: to host memory by connections, to the same device by transport."""
     nbytes = sum(one.nbytes for one in model.state_dict().values())
+    to_host = {f"to the host, tcp, {count}": TCP | {"connections": count} for count in (1, 2, 4)}
+    to_device: dict[str, dict[str, Any]] = {
+        "to the device, tcp, 4": TCP | {"connections": 4},
+        "to the device, shm, 4": {"connections": 4},
+        "to the device, shm, 4, no digests": {"connections": 4, "digests": "off"},
+    }
+    found: dict[str, Series] = {}
     with Seed(model, KEY) as seed:
-        fork = Fork(seed.url, hashes=True)
-        check(model, fork)
-        all_series = {count: Series(f"{count} connections", nbytes) for count in (1, 2, 4)}
-        for _ in range(options.runs + 1):
-            for count, series in all_series.items():
-                series.seconds.append(fork.one(count))
-        fork.close()
-    for count, series in all_series.items():
-        ratio = all_series[1].median / series.median
-        rows.append(Row(f"fork to host memory, {count}", "times as fast as one", ratio, None, True, [series]))
-    return rows
+        for device, ways in (("cpu", to_host), (options.device, to_device)):
+            fork = Fork(seed.url, hashes=True, device=device)
+            check(model, fork)
+            for _ in range(options.runs + 1):
+                for name, how in ways.items():
+                    series = found.setdefault(name, Series(name, nbytes))
+                    series.seconds.append(fork.one(**how))
+            fork.close()
+    first = next(iter(found.values()))
+    what = f"times as fast as {first.name}"
+    return [
+        Row(f"fork {name}", what, first.median / series.median, None, True, [series])
+        for name, series in found.items()
+    ]
 
 
 def check(model: Any, fork: Fork) -> None:

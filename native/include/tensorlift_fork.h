@@ -89,11 +89,24 @@ TL_API tl_status tl_staging_create(int32_t device_kind, int32_t device_index, tl
                                    tl_error *error);
 TL_API tl_status tl_staging_destroy(tl_staging *staging, tl_error *error);
 
+/* CUDA IPC: the handle of the allocation that holds a region, and how many bytes into it the region begins. TL_ERR_DRIVER
+ * where the driver gives none, as for memory that is mapped in parts (expandable segments). */
+typedef struct tl_ipc_handle {
+    uint8_t bytes[64];
+} tl_ipc_handle;
+TL_API tl_status tl_ipc_export(const tl_region *region, tl_ipc_handle *handle, uint64_t *offset,
+                               tl_error *error);
+
+/* Maps an allocation of another process for the staging's device, until the staging is destroyed: its address here. */
+TL_API tl_status tl_staging_map(tl_staging *staging, const tl_ipc_handle *handle, uint64_t *address,
+                                tl_error *error);
+
 typedef enum tl_origin_kind {
     TL_ORIGIN_HERE = 0, /* memory of this process, at address */
     TL_ORIGIN_FILE =
         1, /* a file of memory: handle is a descriptor, address counts from the file's first byte */
-    TL_ORIGIN_PROCESS = 2 /* memory of another process: handle is its id, address is one of its own */
+    TL_ORIGIN_PROCESS = 2, /* memory of another process: handle is its id, address is one of its own */
+    TL_ORIGIN_DEVICE = 3 /* memory of another process on a device: address is what tl_staging_map has said */
 } tl_origin_kind;
 
 /* Where a fork on the seed's own host reads a region itself. */
@@ -108,7 +121,8 @@ typedef struct tl_origin {
  * outcome; the connection can be used on. TL_ERR_READ: it cannot, got says how many bytes came. Only with TL_CHUNK_OK is
  * what was written right. staging: null where places are of host memory; else all bytes are on the device when this returns,
  * for work on any stream that is begun from then on, and none is on its way whatever comes of it. origin: of the chunk's
- * region, from where the bytes are copied; null where they come over the socket. Blocks. */
+ * region, from where the bytes are copied; null where they come over the socket; one on a device wants a staging, through whose
+ * blocks bytes go that are digested, while others go from device to device. Blocks. */
 TL_API tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, const tl_place *places, uint64_t count,
                                 tl_staging *staging, const tl_origin *origin, tl_error *error);
 

@@ -120,6 +120,7 @@ static StandIn load_standin(int kind) {
     CONTROL(live_streams);
     CONTROL(live_events);
     CONTROL(retained_contexts);
+    CONTROL(mapped_allocations);
     CONTROL(unpinned_copies);
     CONTROL(lost_copies);
     CONTROL(blocking_streams);
@@ -176,6 +177,7 @@ void StandIn::require_clean(bool may_be_unpinned) const {
     REQUIRE_EQ(live_streams(), 0u);
     REQUIRE_EQ(live_events(), 0u);
     REQUIRE_EQ(retained_contexts(), 0);
+    REQUIRE_EQ(mapped_allocations(), 0u);
     REQUIRE(may_be_unpinned || unpinned_copies() == 0);
     REQUIRE_EQ(lost_copies(), 0u);
     REQUIRE_EQ(blocking_streams(), 0u);

@@ -56,6 +56,7 @@ struct StandIn {
     decltype(&standin_live_streams) live_streams;
     decltype(&standin_live_events) live_events;
     decltype(&standin_retained_contexts) retained_contexts;
+    decltype(&standin_mapped_allocations) mapped_allocations;
     decltype(&standin_unpinned_copies) unpinned_copies;
     decltype(&standin_lost_copies) lost_copies;
     decltype(&standin_blocking_streams) blocking_streams;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support.checkpoints import Written
 from support.device import MIB, NO_DEVICE, assert_right, call
 from tensorlift import loading
 from tensorlift.bench.cases import Spec, write_shards
+from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.offering import named_tensors, offer
@@ -56,6 +58,30 @@ def test_a_seed_as_the_source_of_a_load(checkpoint: Written, there: str) -> None
         loading.load_into(model, url)
         model[wide] = model[wide].short()
         assert_right(model, checkpoint.tensors)
+
+
+def fork_here(url: str, digests: str) -> tuple[str, dict[str, int]]:
+    """Of a process of its own: how the weights came to its device, and a sum of the bytes of each."""
+    ours = {
+        one.name: torch.empty_strided(one.shape, one.stride, dtype=getattr(torch, one.dtype), device="cuda")
+        for one in SeedClient(url).manifest().tensors
+    }
+    result = fork_into(ours, url, patience=60.0, chunk_bytes=3 << 20, digests=digests)
+    return result.transports[url], {name: crc(one) for name, one in ours.items()}
+
+
+def crc(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+@pytest.mark.parametrize("digests", ["full", "off"])
+def test_cuda_ipc(digests: str) -> None:
+    torch.manual_seed(1)
+    theirs = {f"t{k}": torch.rand(k * MIB + 5, device="cuda") for k in range(8)}
+    with Seed(theirs, KEY) as seed:
+        transport, found = call(fork_here, seed.url, digests)
+    assert transport == "shm (CUDA IPC)"
+    assert found == {name: crc(one) for name, one in theirs.items()}
 
 
 def expandable() -> int:

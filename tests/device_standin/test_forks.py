@@ -66,6 +66,7 @@ def test_right_bytes(driver: standin.Driver, on: list[tuple[int, int]], ways: st
         result = fork_into(ours, seed.url, patience=60.0, chunk_bytes=3 << 20)
     assert same(ours, theirs)
     assert result.by_source == {seed.url: result.bytes}
+    assert result.transports[seed.url] == ("shm (socket)" if "there" in ways else "shm (process_vm_readv)")
     # Two connections, each with two slots of 4 MiB and a page on either side.
     assert driver.registered_peak_bytes() <= (2 + 2) * 2 * ((4 << 20) + 4096)
 
@@ -83,6 +84,36 @@ def test_a_seed_as_the_source_of_a_load(driver: standin.Driver, on: list[tuple[i
     assert same(theirs, ours)
     assert list(ours) == ["large0", "large1", "large2"]
     assert driver.registered_peak_bytes() > 0
+
+
+@pytest.mark.parametrize("digests", ["full", "off"])
+def test_from_one_process_to_another(driver: standin.Driver, on: list[tuple[int, int]], digests: str) -> None:
+    """As CUDA IPC: handles of allocations, copied from device to device where nothing is digested."""
+    driver.set_copy_delay_us(500)
+    driver.set_allocation_bytes(1 << 47)  # all of a process's memory
+    theirs, ours = weights(1), weights(2)
+    on.append((driver.kind, 0))
+    with Seed(theirs, KEY) as seed:
+        on.append((driver.kind, 1))
+        result = fork_into(ours, seed.url, patience=60.0, chunk_bytes=3 << 20, digests=digests)
+    assert same(ours, theirs)
+    assert result.transports == {seed.url: "shm (CUDA IPC)"}
+    to_host = "cuMemcpyDtoHAsync_v2" if driver.kind == abi.DEVICE_CUDA else "hipMemcpyDtoHAsync"
+    assert (driver.counts()[to_host] > 0) == (digests == "full")
+
+
+def test_a_driver_that_maps_nothing(driver: standin.Driver, on: list[tuple[int, int]]) -> None:
+    driver.set_allocation_bytes(1 << 47)
+    driver.fail(
+        b"cuIpcOpenMemHandle_v2" if driver.kind == abi.DEVICE_CUDA else b"hipIpcOpenMemHandle", -1, 217
+    )
+    theirs, ours = weights(1), weights(2)
+    on.append((driver.kind, 0))
+    with Seed(theirs, KEY) as seed:
+        on.append((driver.kind, 1))
+        result = fork_into(ours, seed.url, patience=60.0)
+    assert same(ours, theirs)
+    assert result.transports[seed.url].startswith("shm (socket, not CUDA IPC: ")
 
 
 def test_a_seed_whose_device_cannot_be_read(driver: standin.Driver, on: list[tuple[int, int]]) -> None:

@@ -40,7 +40,8 @@ _CONTROLS = {
     "set_copy_jitter_us": (None, (_u64, _u64)),
     "fail": (None, (_text, _i64, _i32)), "calls": (_u64, (_text,)), "entry": (_text, (ctypes.c_uint32,)),
     "registered_bytes": (_u64, ()), "registered_peak_bytes": (_u64, ()), "live_streams": (_u64, ()),
-    "live_events": (_u64, ()), "retained_contexts": (_i64, ()), "unpinned_copies": (_u64, ()),
+    "live_events": (_u64, ()), "retained_contexts": (_i64, ()), "mapped_allocations": (_u64, ()),
+    "unpinned_copies": (_u64, ()),
     "lost_copies": (_u64, ()), "blocking_streams": (_u64, ()), "stream": (_u64, ()),
     "stream_free": (None, (_u64,)), "stream_sync": (None, (_u64,)),
     "memset": (None, (_u64, _u64, _i32, _u64)),
@@ -78,7 +79,8 @@ class Driver:
         left = {
             name: getattr(self, name)()
             for name in (
-                "registered_bytes", "live_streams", "live_events", "retained_contexts", "unpinned_copies",
+                "registered_bytes", "live_streams", "live_events", "retained_contexts", "mapped_allocations",
+                "unpinned_copies",
                 "lost_copies", "blocking_streams",
             )
         }  # fmt: skip

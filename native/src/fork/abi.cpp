@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "fork/blocks.hpp"
+#include "fork/ipc.hpp"
 #include "fork/origin.hpp"
 #include "fork/sender.hpp"
 #include "guard.hpp"
@@ -71,24 +72,41 @@ public:
         *to = scratch_.data();
         return {};
     }
+    // What memory() and scatter() do, straight from another process's memory on the device.
+    Failure across(uint64_t at, uint64_t nbytes, uint64_t source) {
+        while (next_ != end_ && next_->offset + next_->nbytes <= at) next_++;
+        return each(at, nbytes, [&](uint64_t to, uint64_t from, uint64_t part) {
+            return stage_->across(to, source + from, part);
+        });
+    }
+    Failure finish() const {
+        return stage_->finish();
+    }
     Failure scatter(uint64_t at, uint64_t nbytes, const char *from) const {
         if (!stage_ && from != scratch_.data()) return {};
-        for (const tl_place *place = next_; place != end_ && place->offset < at + nbytes; place++) {
-            const uint64_t begin = std::max(at, place->offset);
-            const uint64_t end = std::min(at + nbytes, place->offset + place->nbytes);
-            if (begin >= end) continue;
-            const uint64_t to = place->address + (begin - place->offset);
-            if (!stage_) {
-                std::memcpy(reinterpret_cast<char *>(to), from + (begin - at), end - begin);
-            } else if (Failure f = stage_->to_device(to, from + (begin - at), end - begin)) {
-                return f;
-            }
-        }
+        if (Failure f = each(at, nbytes, [&](uint64_t to, uint64_t begin, uint64_t part) -> Failure {
+                if (stage_) return stage_->to_device(to, from + begin, part);
+                std::memcpy(reinterpret_cast<char *>(to), from + begin, part);
+                return {};
+            }))
+            return f;
         const bool full = (at + nbytes) % tl::Stage::kSlotBytes == 0;
         return stage_ && full ? stage_->settle(slot(at)) : Failure{};
     }
 
 private:
+    // For each place that wants some of these bytes: its address, where they begin in the block, how many.
+    template <class Function>
+    Failure each(uint64_t at, uint64_t nbytes, Function function) const {
+        for (const tl_place *place = next_; place != end_ && place->offset < at + nbytes; place++) {
+            const uint64_t begin = std::max(at, place->offset);
+            const uint64_t end = std::min(at + nbytes, place->offset + place->nbytes);
+            if (begin >= end) continue;
+            if (Failure f = function(place->address + (begin - place->offset), begin - at, end - begin))
+                return f;
+        }
+        return {};
+    }
     static uint64_t slot(uint64_t at) {
         return at / tl::Stage::kSlotBytes % tl::Stage::kSlots;
     }
@@ -110,10 +128,27 @@ Failure bring(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, uin
     return {};
 }
 
+// The same from device to device, where the host need not see the bytes.
+Failure bring_across(tl::Socket &socket, tl_chunk &chunk, const tl::Origin &origin, uint64_t at,
+                     uint64_t nbytes, Places &places) {
+    tl::Digest theirs;
+    if (Failure f = socket.receive(&theirs, sizeof theirs)) return f;
+    uint64_t source = 0;
+    if (Failure f = origin.find(chunk.offset + at, nbytes, &source)) return f;
+    if (Failure f = places.across(at, nbytes, source)) return f;
+    tl::count(&chunk.done, nbytes);
+    return {};
+}
+
 Failure receive(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, Places places,
                 tl::Blocks &blocks) {
+    const bool across = origin && origin->on_device() && !blocks.wanted();
     for (uint64_t at = 0; at < chunk.nbytes; at += tl::kBlock) {
         const uint64_t nbytes = std::min(tl::kBlock, chunk.nbytes - at);
+        if (across) {
+            if (Failure f = bring_across(socket, chunk, *origin, at, nbytes, places)) return f;
+            continue;
+        }
         char *to = nullptr;
         if (Failure f = places.memory(at, nbytes, &to)) return f;
         if (Failure f = bring(socket, chunk, origin, at, to, nbytes)) {
@@ -125,6 +160,9 @@ Failure receive(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, P
         if (Failure f = places.scatter(at, nbytes, to)) return f;
     }
     if (!origin) return {};
+    if (across) {
+        if (Failure f = places.finish()) return f;
+    }
     const tl::Copied copied{tl::kCopied};
     return socket.send(&copied, sizeof copied);
 }
@@ -240,6 +278,38 @@ tl_status tl_staging_destroy(tl_staging *staging, tl_error *error) {
     });
 }
 
+tl_status tl_ipc_export(const tl_region *region, tl_ipc_handle *handle, uint64_t *offset, tl_error *error) {
+    return tl::guarded(error, [&]() -> Failure {
+        if (!region || !handle || !offset) return failure(TL_ERR_ARGUMENT, "no region, or no place");
+        Failure why;
+        tl::Driver *driver = tl::driver_for(region->device_kind, &why);
+        if (!driver) return why;
+        if (Failure f = driver->retain(region->device_index)) return f;
+        {
+            const tl::Bound bound(driver, region->device_index);
+            tl::IpcHandle found;
+            why = bound.failure();
+            if (!why) why = tl::ipc_export(driver, region->address, region->nbytes, &found, offset);
+            if (!why) std::memcpy(handle->bytes, found.bytes, sizeof handle->bytes);
+        }
+        driver->release(region->device_index);
+        return why;
+    });
+}
+
+tl_status tl_staging_map(tl_staging *staging, const tl_ipc_handle *handle, uint64_t *address,
+                         tl_error *error) {
+    return tl::guarded(error, [&]() -> Failure {
+        if (!staging || !handle || !address) return failure(TL_ERR_ARGUMENT, "no staging, or no place");
+        tl::Stage &stage = *staging->stage;
+        const tl::Bound bound(stage.driver(), stage.device());
+        if (bound.failure()) return bound.failure();
+        tl::IpcHandle given;
+        std::memcpy(given.bytes, handle->bytes, sizeof given.bytes);
+        return stage.map(given, address);
+    });
+}
+
 tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, const tl_place *places, uint64_t count,
                          tl_staging *staging, const tl_origin *origin, tl_error *error) {
     return tl::guarded(error, [&]() -> Failure {
@@ -249,7 +319,7 @@ tl_status tl_chunk_fetch(int32_t fd, tl_chunk *chunk, const tl_place *places, ui
         if (Failure f = Places::check(places, count, chunk->nbytes)) return f;
         tl::Socket socket(fd, chunk->milliseconds, nullptr);
         std::optional<tl::Origin> from;
-        if (origin) from.emplace(*origin);
+        if (origin) from.emplace(*origin, staging ? staging->stage.get() : nullptr);
         const tl::Origin *reached = from ? &*from : nullptr;
         if (staging) return fetch_to_device(socket, *chunk, reached, places, count, *staging->stage);
         return fetch(socket, *chunk, reached, Places(places, count, nullptr));
@@ -260,7 +330,7 @@ tl_status tl_origin_copy(const tl_origin *origin, uint64_t offset, void *to, uin
                          tl_error *error) {
     return tl::guarded(error, [&]() -> Failure {
         if (!origin || (nbytes && !to)) return failure(TL_ERR_ARGUMENT, "no origin or no place");
-        return tl::Origin(*origin).copy(offset, static_cast<char *>(to), nbytes);
+        return tl::Origin(*origin, nullptr).copy(offset, static_cast<char *>(to), nbytes);
     });
 }
 

@@ -26,10 +26,16 @@ Failure all(uint64_t nbytes, const char *what, Part part) {
 
 }  // namespace
 
-Failure Origin::copy(uint64_t offset, char *to, uint64_t nbytes) const {
+Failure Origin::find(uint64_t offset, uint64_t nbytes, uint64_t *at) const {
     if (offset > origin_.nbytes || nbytes > origin_.nbytes - offset)
         return failure(TL_ERR_READ, "the seed has not said where it has these bytes");
-    const uint64_t at = origin_.address + offset;
+    *at = origin_.address + offset;
+    return {};
+}
+
+Failure Origin::copy(uint64_t offset, char *to, uint64_t nbytes) const {
+    uint64_t at = 0;
+    if (Failure f = find(offset, nbytes, &at)) return f;
     switch (origin_.kind) {
         case TL_ORIGIN_HERE:
             std::memcpy(to, reinterpret_cast<const char *>(at), nbytes);
@@ -38,6 +44,9 @@ Failure Origin::copy(uint64_t offset, char *to, uint64_t nbytes) const {
             return from_file(at, to, nbytes);
         case TL_ORIGIN_PROCESS:
             return from_process(at, to, nbytes);
+        case TL_ORIGIN_DEVICE:
+            return stage_ ? stage_->fetch(at, to, nbytes)
+                          : failure(TL_ERR_ARGUMENT, "memory of a device is read through a staging");
         default:
             return failure(TL_ERR_ARGUMENT, "no kind of origin: " + std::to_string(origin_.kind));
     }

@@ -150,7 +150,10 @@ Failure Sender::send_bytes(Socket &socket, const Request &request, Stage *stage)
         const char *bytes = nullptr;
         uint64_t nbytes = std::min(kBlock, request.nbytes - at);
         if (Failure f = pause(bucket_.take(nbytes, now_ns()))) return f;
-        if (Failure f = outgoing.next(&bytes, &nbytes)) return f;
+        // A fork that copies by itself and wants no digest needs nothing read here.
+        if (!request.copies || blocks.wanted()) {
+            if (Failure f = outgoing.next(&bytes, &nbytes)) return f;
+        }
         const Digest digest = blocks.add(bytes, nbytes);
         Failure f = request.copies ? socket.send(&digest, sizeof digest) : socket.send(bytes, nbytes);
         if (f) return f;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "fork/ipc.hpp"
+
 namespace tl {
 
 Stage::Stage(Driver *driver, int32_t device)
@@ -36,6 +38,7 @@ Stage::~Stage() {
         for (const Event event : events_) {
             if (event) driver_->event_destroy(event);
         }
+        for (const IpcHandle &handle : mapped_) ipc_unmap(driver_, device_, handle);
         ring_.release();
     }
     driver_->release(device_);
@@ -73,6 +76,24 @@ Failure Stage::to_host(uint64_t k, uint64_t source, uint64_t nbytes) {
 Failure Stage::to_device(uint64_t destination, const char *source, uint64_t nbytes) {
     return by_allocation(destination, nbytes, [&](uint64_t at, uint64_t part) {
         return driver_->copy_to_device(destination + at, source + at, part, stream_);
+    });
+}
+
+Failure Stage::map(const IpcHandle &handle, uint64_t *address) {
+    mapped_.reserve(mapped_.size() + 1);
+    if (Failure f = ipc_map(driver_, device_, handle, address)) return f;
+    mapped_.push_back(handle);
+    return {};
+}
+
+Failure Stage::fetch(uint64_t source, char *to, uint64_t nbytes) {
+    if (Failure f = driver_->copy_to_host(to, source, nbytes, stream_)) return f;
+    return finish();
+}
+
+Failure Stage::across(uint64_t destination, uint64_t source, uint64_t nbytes) {
+    return by_allocation(destination, nbytes, [&](uint64_t at, uint64_t part) {
+        return driver_->copy_on_device(destination + at, source + at, part, stream_);
     });
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "fork/wire.hpp"
 #include "ring.hpp"
@@ -42,6 +43,12 @@ public:
     // Nothing is on its way any more.
     Failure finish();
 
+    // Memory of another process, mapped until the stage ends; and copies out of it: to a slot's memory, there on return, or
+    // on the device, begun.
+    Failure map(const IpcHandle &handle, uint64_t *address);
+    Failure fetch(uint64_t source, char *to, uint64_t nbytes);
+    Failure across(uint64_t destination, uint64_t source, uint64_t nbytes);
+
 private:
     Stage(Driver *driver, int32_t device);
     Failure begin();
@@ -53,6 +60,7 @@ private:
     Ring ring_;
     Stream stream_ = nullptr;
     Event events_[kSlots] = {};
+    std::vector<IpcHandle> mapped_;
     std::string note_;  // that slots are pageable, which is slower and still right
 };
 

@@ -10,6 +10,7 @@ namespace {
 
 constexpr unsigned kStreamNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
 constexpr unsigned kEventBlockingNoTime = 3;  // CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
+constexpr unsigned kIpcPeers = 1;             // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 using Context = void *;
 
 class Cuda final : public Driver {
@@ -35,6 +36,10 @@ public:
         library_.find(range_, "cuMemGetAddressRange_v2");
         library_.find(copy_, "cuMemcpyHtoDAsync_v2");
         library_.find(copy_back_, "cuMemcpyDtoHAsync_v2");
+        library_.find(copy_inside_, "cuMemcpyDtoDAsync_v2");
+        library_.find(ipc_get_, "cuIpcGetMemHandle");
+        library_.find(ipc_open_, "cuIpcOpenMemHandle_v2");
+        library_.find(ipc_close_, "cuIpcCloseMemHandle");
         library_.find(error_name_, "cuGetErrorName");
     }
 
@@ -123,6 +128,21 @@ public:
     Failure copy_to_host(void *destination, uint64_t source, uint64_t nbytes, Stream stream) override {
         return check(copy_back_(destination, source, nbytes, stream), "cuMemcpyDtoHAsync");
     }
+    Failure copy_on_device(uint64_t destination, uint64_t source, uint64_t nbytes, Stream stream) override {
+        return check(copy_inside_(destination, source, nbytes, stream), "cuMemcpyDtoDAsync");
+    }
+    Failure ipc_export(uint64_t address, IpcHandle *handle) override {
+        return check(ipc_get_(handle, address), "cuIpcGetMemHandle");
+    }
+    Failure ipc_open(const IpcHandle &handle, uint64_t *address) override {
+        unsigned long long found = 0;
+        if (Failure f = check(ipc_open_(&found, handle, kIpcPeers), "cuIpcOpenMemHandle")) return f;
+        *address = found;
+        return {};
+    }
+    Failure ipc_close(uint64_t address) override {
+        return check(ipc_close_(address), "cuIpcCloseMemHandle");
+    }
 
 private:
     // Kept from retaining to releasing: giving back must not depend on a call that may fail.
@@ -164,6 +184,10 @@ private:
     int (*event_synchronize_)(Event) = nullptr;
     int (*copy_)(unsigned long long, const void *, size_t, Stream) = nullptr;
     int (*copy_back_)(void *, unsigned long long, size_t, Stream) = nullptr;
+    int (*copy_inside_)(unsigned long long, unsigned long long, size_t, Stream) = nullptr;
+    int (*ipc_get_)(IpcHandle *, unsigned long long) = nullptr;
+    int (*ipc_open_)(unsigned long long *, IpcHandle, unsigned) = nullptr;
+    int (*ipc_close_)(unsigned long long) = nullptr;
     int (*error_name_)(int, const char **) = nullptr;
 };
 

@@ -9,6 +9,11 @@ namespace tl {
 using Stream = void *;
 using Event = void *;
 
+// CUipcMemHandle, hipIpcMemHandle_t: passed by value.
+struct IpcHandle {
+    char bytes[64];
+};
+
 class Driver {
 public:
     virtual ~Driver() = default;
@@ -41,6 +46,12 @@ public:
     virtual Failure copy_to_device(uint64_t destination, const void *source, uint64_t nbytes,
                                    Stream stream) = 0;
     virtual Failure copy_to_host(void *destination, uint64_t source, uint64_t nbytes, Stream stream) = 0;
+    virtual Failure copy_on_device(uint64_t destination, uint64_t source, uint64_t nbytes, Stream stream) = 0;
+
+    // The allocation that begins at this address, for another process of the host; and that of another process, here.
+    virtual Failure ipc_export(uint64_t address, IpcHandle *handle) = 0;
+    virtual Failure ipc_open(const IpcHandle &handle, uint64_t *address) = 0;
+    virtual Failure ipc_close(uint64_t address) = 0;
 };
 
 // How many of these bytes lie in the allocation of the first: a driver refuses a copy from one into the next

@@ -7,6 +7,7 @@ namespace {
 
 constexpr unsigned kStreamNonBlocking = 1;    // hipStreamNonBlocking
 constexpr unsigned kEventBlockingNoTime = 3;  // hipEventBlockingSync | hipEventDisableTiming
+constexpr unsigned kIpcPeers = 1;             // hipIpcMemLazyEnablePeerAccess
 
 class Hip final : public Driver {
 public:
@@ -28,6 +29,10 @@ public:
         library_.find(range_, "hipMemGetAddressRange");
         library_.find(copy_, "hipMemcpyHtoDAsync");
         library_.find(copy_back_, "hipMemcpyDtoHAsync");
+        library_.find(copy_inside_, "hipMemcpyDtoDAsync");
+        library_.find(ipc_get_, "hipIpcGetMemHandle");
+        library_.find(ipc_open_, "hipIpcOpenMemHandle");
+        library_.find(ipc_close_, "hipIpcCloseMemHandle");
         library_.find(error_name_, "hipGetErrorName");
     }
 
@@ -100,6 +105,23 @@ public:
         return check(copy_back_(destination, reinterpret_cast<void *>(source), nbytes, stream),
                      "hipMemcpyDtoHAsync");
     }
+    Failure copy_on_device(uint64_t destination, uint64_t source, uint64_t nbytes, Stream stream) override {
+        return check(copy_inside_(reinterpret_cast<void *>(destination), reinterpret_cast<void *>(source),
+                                  nbytes, stream),
+                     "hipMemcpyDtoDAsync");
+    }
+    Failure ipc_export(uint64_t address, IpcHandle *handle) override {
+        return check(ipc_get_(handle, reinterpret_cast<void *>(address)), "hipIpcGetMemHandle");
+    }
+    Failure ipc_open(const IpcHandle &handle, uint64_t *address) override {
+        void *found = nullptr;
+        if (Failure f = check(ipc_open_(&found, handle, kIpcPeers), "hipIpcOpenMemHandle")) return f;
+        *address = reinterpret_cast<uint64_t>(found);
+        return {};
+    }
+    Failure ipc_close(uint64_t address) override {
+        return check(ipc_close_(reinterpret_cast<void *>(address)), "hipIpcCloseMemHandle");
+    }
 
 private:
     Failure check(int code, const char *call) {
@@ -130,6 +152,10 @@ private:
     int (*range_)(uint64_t *, uint64_t *, uint64_t) = nullptr;
     int (*copy_)(void *, void *, size_t, Stream) = nullptr;
     int (*copy_back_)(void *, void *, size_t, Stream) = nullptr;
+    int (*copy_inside_)(void *, void *, size_t, Stream) = nullptr;
+    int (*ipc_get_)(IpcHandle *, void *) = nullptr;
+    int (*ipc_open_)(void **, IpcHandle, unsigned) = nullptr;
+    int (*ipc_close_)(void *) = nullptr;
     const char *(*error_name_)(int) = nullptr;
 };
 

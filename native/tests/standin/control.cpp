@@ -147,6 +147,12 @@ STANDIN_API uint64_t standin_live_events(void) {
     return state().events.size();
 }
 
+STANDIN_API uint64_t standin_mapped_allocations(void) {
+    State &s = state();
+    std::lock_guard lock(s.mutex);
+    return s.opened.size();
+}
+
 STANDIN_API int64_t standin_retained_contexts(void) {
     std::lock_guard lock(state().mutex);
     return state().contexts;

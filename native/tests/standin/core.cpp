@@ -343,6 +343,29 @@ int copy_to_host(void *destination, std::uint64_t source, std::size_t nbytes, st
     return kSuccess;
 }
 
+int ipc_export(std::uint64_t address, IpcHandle *handle) {
+    const std::uint64_t one = state().allocation_bytes;
+    if (one == 0 || address % one != 0) {
+        return kInvalidValue;
+    }
+    *handle = {};
+    std::memcpy(handle->bytes, &address, sizeof address);
+    return kSuccess;
+}
+
+int ipc_open(const IpcHandle &handle, std::uint64_t *address) {
+    std::memcpy(address, handle.bytes, sizeof *address);
+    State &s = state();
+    std::lock_guard lock(s.mutex);
+    return s.opened.insert(*address).second ? kSuccess : kInvalidValue;
+}
+
+int ipc_close(std::uint64_t address) {
+    State &s = state();
+    std::lock_guard lock(s.mutex);
+    return s.opened.erase(address) ? kSuccess : kInvalidValue;
+}
+
 int copy_on_device(std::uint64_t destination, std::uint64_t source, std::size_t nbytes,
                    std::uint64_t stream) {
     auto target = find_stream(stream);

@@ -44,6 +44,13 @@ int event_query(std::uint64_t event);
 int address_range(std::uint64_t address, std::uint64_t *begin, std::uint64_t *nbytes);
 int copy_to_device(std::uint64_t destination, const void *source, std::size_t nbytes, std::uint64_t stream);
 int copy_to_host(void *destination, std::uint64_t source, std::size_t nbytes, std::uint64_t stream);
+// Handles are good in this process alone, where their memory is; as in a driver, one at a time of each allocation.
+struct IpcHandle {
+    char bytes[64];
+};
+int ipc_export(std::uint64_t address, IpcHandle *handle);
+int ipc_open(const IpcHandle &handle, std::uint64_t *address);
+int ipc_close(std::uint64_t address);
 int copy_on_device(std::uint64_t destination, std::uint64_t source, std::size_t nbytes, std::uint64_t stream);
 
 // Names of the entry points of this library, NULL at the end; each set defines its own.

@@ -51,6 +51,9 @@ const char *const standin::kEntries[] = {"cuInit",
                                          "cuMemcpyHtoDAsync_v2",
                                          "cuMemcpyDtoHAsync_v2",
                                          "cuMemcpyDtoDAsync_v2",
+                                         "cuIpcGetMemHandle",
+                                         "cuIpcOpenMemHandle_v2",
+                                         "cuIpcCloseMemHandle",
                                          nullptr};
 
 STANDIN_ENTRY int cuInit(unsigned) {
@@ -202,6 +205,22 @@ STANDIN_ENTRY int cuMemcpyDtoDAsync_v2(std::uint64_t destination, std::uint64_t 
     STANDIN_ENTER(cuMemcpyDtoDAsync_v2);
     NEED_CONTEXT();
     return copy_on_device(destination, source, nbytes, stream);
+}
+
+STANDIN_ENTRY int cuIpcGetMemHandle(IpcHandle *handle, std::uint64_t address) {
+    STANDIN_ENTER(cuIpcGetMemHandle);
+    NEED_CONTEXT();
+    return ipc_export(address, handle);
+}
+
+STANDIN_ENTRY int cuIpcOpenMemHandle_v2(std::uint64_t *address, IpcHandle handle, unsigned) {
+    STANDIN_ENTER(cuIpcOpenMemHandle_v2);
+    NEED_CONTEXT();
+    return ipc_open(handle, address);
+}
+
+STANDIN_ENTRY int cuIpcCloseMemHandle(std::uint64_t address) {
+    STANDIN_NEVERTHELESS(cuIpcCloseMemHandle, ipc_close(address));
 }
 
 STANDIN_ENTRY int cuGetErrorName(int code, const char **text) {

@@ -37,6 +37,9 @@ const char *const standin::kEntries[] = {"hipInit",
                                          "hipMemcpyHtoDAsync",
                                          "hipMemcpyDtoHAsync",
                                          "hipMemcpyDtoDAsync",
+                                         "hipIpcGetMemHandle",
+                                         "hipIpcOpenMemHandle",
+                                         "hipIpcCloseMemHandle",
                                          nullptr};
 
 STANDIN_ENTRY int hipInit(unsigned) {
@@ -137,6 +140,20 @@ STANDIN_ENTRY int hipMemcpyDtoDAsync(std::uint64_t destination, std::uint64_t so
                                      std::uint64_t stream) {
     HIP_ENTER(hipMemcpyDtoDAsync);
     return copy_on_device(destination, source, nbytes, stream);
+}
+
+STANDIN_ENTRY int hipIpcGetMemHandle(IpcHandle *handle, std::uint64_t address) {
+    HIP_ENTER(hipIpcGetMemHandle);
+    return ipc_export(address, handle);
+}
+
+STANDIN_ENTRY int hipIpcOpenMemHandle(std::uint64_t *address, IpcHandle handle, unsigned) {
+    HIP_ENTER(hipIpcOpenMemHandle);
+    return ipc_open(handle, address);
+}
+
+STANDIN_ENTRY int hipIpcCloseMemHandle(std::uint64_t address) {
+    STANDIN_NEVERTHELESS(hipIpcCloseMemHandle, ipc_close(address));
 }
 
 STANDIN_ENTRY const char *hipGetErrorName(int code) {

@@ -44,6 +44,8 @@ uint64_t standin_registered_peak_bytes(void);
 uint64_t standin_live_streams(void);
 uint64_t standin_live_events(void);
 int64_t standin_retained_contexts(void);
+/* Allocations of another process that are mapped. */
+uint64_t standin_mapped_allocations(void);
 
 /* Things a right engine does not do. Copies from memory that was not registered; copies whose memory was unregistered
  * before their turn came (they move nothing); streams that serialise with the default stream. */

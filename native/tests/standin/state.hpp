@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <shared_mutex>
 #include <string>
 #include <vector>
@@ -35,6 +36,7 @@ struct State {
     std::vector<std::shared_ptr<Stream>> destroyed;
     std::map<std::uint64_t, Event> events;
     std::map<std::uint64_t, std::shared_ptr<Latch>> gates;
+    std::set<std::uint64_t> opened;  // allocations of "another process"
     std::map<std::string, std::uint64_t> calls;
     std::map<std::string, Rule> rules;
     std::uint64_t blocking_streams = 0;

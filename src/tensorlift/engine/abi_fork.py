@@ -26,12 +26,15 @@ from tensorlift.engine.abi_types import (
 )
 
 __all__ = [
-    "Chunk", "Memory", "Origin", "OriginKind", "Outcome", "Places", "SenderStats", "Staging",
-    "chunk_digest", "copy_from", "fetch_chunk", "sender_create", "sender_destroy", "sender_serve",
-    "sender_set_epoch", "sender_stats", "shared_create", "shared_release",
+    "IPC_BYTES", "Chunk", "Memory", "Origin", "OriginKind", "Outcome", "Places", "SenderStats",
+    "Staging", "chunk_digest", "copy_from", "fetch_chunk", "ipc_export", "sender_create",
+    "sender_destroy", "sender_serve", "sender_set_epoch", "sender_stats", "shared_create",
+    "shared_release",
 ]  # fmt: skip
 
 
+IPC_BYTES = 64
+"""Of a handle of CUDA IPC."""
 Places = npt.NDArray[np.uint64]
 
 
@@ -80,7 +83,13 @@ class _Region(ctypes.Structure):
 class OriginKind:
     """The values of tl_origin_kind."""
 
-    HERE, FILE, PROCESS = range(3)
+    HERE, FILE, PROCESS, DEVICE = range(4)
+
+
+class _IpcHandle(ctypes.Structure):
+    """tl_ipc_handle."""
+
+    _fields_ = (("bytes", ctypes.c_uint8 * IPC_BYTES),)
 
 
 class Origin(ctypes.Structure):
@@ -99,6 +108,12 @@ _FUNCTIONS: Functions = {
     "tl_chunk_fetch": (i32, (i32, ctypes.POINTER(Chunk), ptr, u64, ptr, ptr, _ERROR), True),
     "tl_staging_create": (i32, (i32, i32, ctypes.POINTER(ptr), _ERROR), True),
     "tl_staging_destroy": (i32, (ptr, _ERROR), True),
+    "tl_staging_map": (i32, (ptr, ctypes.POINTER(_IpcHandle), ctypes.POINTER(u64), _ERROR), True),
+    "tl_ipc_export": (
+        i32,
+        (ctypes.POINTER(_Region), ctypes.POINTER(_IpcHandle), ctypes.POINTER(u64), _ERROR),
+        True,
+    ),
     "tl_origin_copy": (i32, (ctypes.POINTER(Origin), u64, ptr, u64, _ERROR), True),
     "tl_shared_create": (i32, (u64, ctypes.POINTER(i32), ctypes.POINTER(u64), _ERROR), True),
     "tl_shared_release": (None, (i32, u64, u64), True),
@@ -172,10 +187,29 @@ class Staging:
         """For fetch_chunk()."""
         return self._handle.value
 
+    def map(self, handle: bytes) -> int:
+        """Another process's allocation, by its handle of ipc_export(): its address here until close().
+
+        Raises RefusedError where the driver does not give it.
+        """
+        given, address = _IpcHandle.from_buffer_copy(handle), u64()
+        ask(_function("tl_staging_map"), self._handle, ctypes.byref(given), ctypes.byref(address))
+        return address.value
+
     def close(self) -> None:
         """Waits for copies."""
         address, self._handle.value = self._handle.value, None
         _function("tl_staging_destroy")(address, ctypes.byref(Error()))
+
+
+def ipc_export(region: Memory) -> tuple[bytes, int]:
+    """The handle of the allocation that holds a region, and how many bytes into it the region begins.
+
+    Raises RefusedError where the driver gives none.
+    """
+    handle, offset, given = _IpcHandle(), u64(), _Region(*region)
+    ask(_function("tl_ipc_export"), ctypes.byref(given), ctypes.byref(handle), ctypes.byref(offset))
+    return bytes(handle.bytes), offset.value
 
 
 def fetch_chunk(

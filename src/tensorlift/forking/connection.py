@@ -21,8 +21,10 @@ class NotHereError(Exception):
 class SocketConnection:
     """Over a socket whose other side is known. Chunks come one after another, by one thread."""
 
-    how = ""
-    """What a transport with several ways has taken."""
+    @property
+    def how(self) -> str:
+        """What a transport with several ways has taken."""
+        return ""
 
     def __init__(
         self, peer: socket.socket, seconds: float, origins: Sequence[abi_fork.Origin | None] | None = None
@@ -55,9 +57,8 @@ class SocketConnection:
         )  # fmt: skip
         self._asked = asked
         try:
-            abi_fork.fetch_chunk(
-                self._socket.fileno(), asked, places, self._staging_of(device), self._origin(chunk.region)
-            )
+            staging, origin = self._staging_of(device), self._origin(chunk.region, device)
+            abi_fork.fetch_chunk(self._socket.fileno(), asked, places, staging, origin)
         except RefusedError as refused:
             error = refused.error
             if refused.status == Status.DRIVER:
@@ -71,7 +72,7 @@ class SocketConnection:
         done: int = self._asked.done
         return done
 
-    def _origin(self, region: int) -> abi_fork.Origin | None:
+    def _origin(self, region: int, device: tuple[int, int]) -> abi_fork.Origin | None:
         if self._origins is None:
             return None
         # One that the seed has not told of has no bytes, and is the seed's to refuse.

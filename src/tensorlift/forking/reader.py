@@ -183,17 +183,18 @@ class Reader:
                 self._state.notify_all()
 
     def _pull(self, source: Source) -> None:
-        connection, transport = connect(
+        made = connect(
             source.manifest.transports, self._token, source.lease, self._patience, self._transports
         )
+        connection = made.connection
         try:
             with self._state:
-                source.transport = transport
                 source.connections.append(connection)
             while (number := self._next(source)) is not None:
                 self._bring(source, connection, number)
         finally:
             with self._state:
+                source.transport = made.transport
                 if connection in source.connections:
                     source.closed_bytes += connection.moved
                     source.connections.remove(connection)

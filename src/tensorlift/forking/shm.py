@@ -1,9 +1,10 @@
 """The transport of one host: a fork copies the seed's memory itself, and has it confirmed over a socket.
 
 The socket has a name that no file system knows. Behind the handshake the seed says where its regions lie:
-those in a file of memory (see shared_memory.py) as a descriptor that goes along, others as addresses, which
-the fork reads with process_vm_readv, where the kernel lets it. The seed digests each block on its side, and
-says which epoch it is at behind the last one: nothing is believed that was not confirmed. See docs/fork.md.
+those in a file of memory (see shared_memory.py) as a descriptor that goes along, those of a device as handles
+of CUDA IPC, others as addresses, which the fork reads with process_vm_readv, where the kernel lets it. The
+seed digests each block on its side, and says which epoch it is at behind the last one: nothing is believed
+that was not confirmed. See docs/fork.md.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import msgspec
 import numpy as np
 
 from tensorlift.engine import abi
-from tensorlift.engine.abi_fork import Origin, OriginKind, copy_from
+from tensorlift.engine.abi_fork import IPC_BYTES, Memory, Origin, OriginKind, copy_from, ipc_export
 from tensorlift.engine.abi_types import RefusedError
 from tensorlift.forking.connection import NotHereError, SocketConnection
 from tensorlift.forking.handshake import introduce, receive
@@ -48,7 +49,12 @@ _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 # In place of the number of a file.
 _IN_THE_PROCESS, _ON_A_DEVICE = -1, -2
-_WAYS = {OriginKind.FILE: "memfd", OriginKind.PROCESS: "process_vm_readv", None: "socket"}
+_WAYS = {
+    OriginKind.FILE: "memfd",
+    OriginKind.PROCESS: "process_vm_readv",
+    OriginKind.DEVICE: "CUDA IPC",
+    None: "socket",
+}
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -58,7 +64,10 @@ class _Place(msgspec.Struct, frozen=True, array_like=True):
 
     file: Annotated[int, msgspec.Meta(ge=_ON_A_DEVICE, lt=_MOST_FILES)]
     address: _Number
+    """In a file or an allocation of a device, from its first byte."""
     nbytes: _Number
+    allocation: Annotated[bytes, msgspec.Meta(max_length=IPC_BYTES)] = b""
+    """Its handle, where the device's driver gives one."""
 
 
 class _Table(msgspec.Struct, frozen=True):
@@ -98,9 +107,10 @@ class ShmServer:
     def _tell(self, peer: socket.socket) -> None:
         files: dict[int, int] = {}
         places = []
-        for address, nbytes, kind, _ in self._sender.regions:
+        for region in self._sender.regions:
+            address, nbytes, kind, _ = region
             if kind != abi.DEVICE_CPU:
-                places.append(_Place(_ON_A_DEVICE, 0, nbytes))
+                places.append(_on_a_device(region))
                 continue
             file = shared_at(address, nbytes)
             if file is None or (file.descriptor not in files and len(files) == _MOST_FILES):
@@ -111,6 +121,14 @@ class ShmServer:
         table = msgspec.json.encode(_Table(len(files), tuple(places)))
         peer.sendall(_LENGTH.pack(len(table)) + table)
         socket.send_fds(peer, [b"F"], list(files))
+
+
+def _on_a_device(region: Memory) -> _Place:
+    try:
+        handle, offset = ipc_export(region)
+    except RefusedError:  # of memory that cannot be passed the bytes are
+        return _Place(_ON_A_DEVICE, 0, region.nbytes)
+    return _Place(_ON_A_DEVICE, offset, region.nbytes, handle)
 
 
 class ShmConnection(SocketConnection):
@@ -132,13 +150,47 @@ class ShmConnection(SocketConnection):
             )[:2]
             origins = [self._place(place, process) for place in table.regions]
             _try(origins, user)
-            kinds = {origin.kind if origin else None for origin in origins if not origin or origin.nbytes}
-            self.how = " and ".join(way for kind, way in _WAYS.items() if kind in kinds)
             super().__init__(peer, seconds, origins)
+            self._allocations = {
+                number: place
+                for number, place in enumerate(table.regions)
+                if len(place.allocation) == IPC_BYTES
+            }
+            self._mapped: dict[tuple[bytes, tuple[int, int]], int | None] = {}
+            self._refused = ""
+            self._ways = {
+                origin.kind if origin else None for origin in origins if not origin or origin.nbytes
+            }
         except BaseException:
             peer.close()
             self._close_files()
             raise
+
+    @property
+    def how(self) -> str:
+        """In which ways regions were copied; why not by CUDA IPC where that was tried."""
+        ways = set(self._ways)
+        if any(address is not None for address in self._mapped.values()):
+            ways = (ways - {None}) | {OriginKind.DEVICE}
+        text = " and ".join(way for kind, way in _WAYS.items() if kind in ways)
+        return f"{text}, not CUDA IPC: {self._refused}" if self._refused else text
+
+    def _origin(self, region: int, device: tuple[int, int]) -> Origin | None:
+        """What is on the seed's device is mapped for the fork's, where both drivers allow it."""
+        place = self._allocations.get(region)
+        staging = self._staging_of(device)
+        if place is None or staging is None:
+            return super()._origin(region, device)
+        key = place.allocation, device
+        if key not in self._mapped:
+            try:
+                self._mapped[key] = staging.map(place.allocation)
+            except RefusedError as refused:
+                self._mapped[key], self._refused = None, refused.error.text
+        address = self._mapped[key]
+        return (
+            None if address is None else Origin(OriginKind.DEVICE, 0, address + place.address, place.nbytes)
+        )
 
     def close(self) -> None:
         """See SocketConnection."""

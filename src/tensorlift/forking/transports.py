@@ -38,8 +38,9 @@ class Server(Protocol):
 class Connection(Protocol):
     """One connection of a fork. Chunks come one after another, by one thread."""
 
-    how: str
-    """What a transport with several ways has taken."""
+    @property
+    def how(self) -> str:
+        """What a transport with several ways has taken so far."""
 
     @property
     def moved(self) -> int:
@@ -146,8 +147,14 @@ class Connected(NamedTuple):
     """A connection, and how it came to be this one."""
 
     connection: Connection
-    transport: str
-    """For a report: which one it is, and why none that is better."""
+    kind: str
+    passed: Sequence[str]
+
+    @property
+    def transport(self) -> str:
+        """For a report: which one it is, and why none that is better."""
+        how = self.connection.how
+        return "; ".join([f"{self.kind} ({how})" if how else self.kind, *self.passed])
 
 
 def connect(
@@ -168,7 +175,6 @@ def connect(
         except NotHereError as error:
             passed.append(f"not {kind}: {error}")
             continue
-        name = f"{kind} ({made.how})" if made.how else kind
-        return Connected(made, "; ".join([name, *passed]))
+        return Connected(made, kind, passed)
     why = "; ".join(passed) or f"the seed offers {', '.join(addresses) or 'none'}"
     raise ConnectionRefusedError(f"no transport can be had: {why}")

@@ -1,0 +1,56 @@
+#include "fork/ipc.hpp"
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+
+namespace tl {
+namespace {
+
+struct Mapped {
+    uint64_t address = 0;
+    uint64_t users = 0;
+};
+
+std::mutex mutex;
+std::map<std::tuple<Driver *, int32_t, std::string>, Mapped> mappings;
+
+std::tuple<Driver *, int32_t, std::string> key_of(Driver *driver, int32_t device, const IpcHandle &handle) {
+    return {driver, device, std::string(handle.bytes, sizeof handle.bytes)};
+}
+
+}  // namespace
+
+Failure ipc_export(Driver *driver, uint64_t address, uint64_t nbytes, IpcHandle *handle, uint64_t *offset) {
+    uint64_t begin = 0, there = 0;
+    if (Failure f = driver->address_range(address, &begin, &there)) return f;
+    *offset = address - begin;
+    if (begin > address || *offset > there || nbytes > there - *offset)
+        return failure(TL_ERR_DRIVER, "the region lies in several allocations of the device");
+    return driver->ipc_export(begin, handle);
+}
+
+Failure ipc_map(Driver *driver, int32_t device, const IpcHandle &handle, uint64_t *address) {
+    std::lock_guard<std::mutex> lock(mutex);
+    Mapped &mapped = mappings[key_of(driver, device, handle)];
+    if (mapped.users == 0) {
+        if (Failure f = driver->ipc_open(handle, &mapped.address)) {
+            mappings.erase(key_of(driver, device, handle));
+            return f;
+        }
+    }
+    mapped.users++;
+    *address = mapped.address;
+    return {};
+}
+
+void ipc_unmap(Driver *driver, int32_t device, const IpcHandle &handle) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto found = mappings.find(key_of(driver, device, handle));
+    if (found == mappings.end() || --found->second.users > 0) return;
+    driver->ipc_close(found->second.address);
+    mappings.erase(found);
+}
+
+}  // namespace tl
