@@ -5,9 +5,10 @@
 
 The seed decodes greedily, token by token, in this process; the fork is another process that reads into host
 memory over TCP, again and again, under the limit that the table names. Rounds with a fork and rounds without
-take turns; each token is timed until the host has it. First the bytes that a fork has read are compared, and
-the tokens of all rounds. Bars: the median and the 99th percentile of a token's time within 2 % of those
-without. What is read is the model that decodes, in device memory; with --seed host a copy of it in host
+take turns; each token is timed until the host has it. First the bytes that a fork has read are compared.
+Tokens are those of random weights and may differ between rounds, with a fork or without: it says where. Bars:
+the median and the 99th percentile of a token's time within 2 % of those without. What is read is the model
+that decodes, in device memory; with --seed host a copy of it in host
 memory, and with --seed elsewhere that copy in a third process: their cost is the host's, not the device's.
 
     apart            the same figure of every other round without a fork against the rest of them: what
@@ -212,7 +213,8 @@ def rounds(model: Any, fork: Fork, options: argparse.Namespace) -> dict[str, lis
                 print("the fork was through before the tokens were", file=sys.stderr)
             fork.orders.recv()
         if tokens != wanted:
-            raise MismatchError(f"round {number} ({way} a fork) has other tokens")
+            at = next(at for at, pair in enumerate(zip(tokens, wanted, strict=True)) if len(set(pair)) > 1)
+            print(f"other tokens from number {at} on", file=sys.stderr)
         found[way].append(seconds)
         print(f"{way}: {statistics.median(seconds) * 1e3:.3f} ms", file=sys.stderr, flush=True)
     return found
