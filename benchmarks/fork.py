@@ -6,6 +6,7 @@
           both sides digest each chunk as ours do
     shm   with 1 and 2 threads: a copy of memory inside one process, with as many threads and no digest; the
           seed's weights in a file of memory (memfd), then in memory of its own (process_vm_readv)
+    limit tcp by 2 connections to a seed with limit="400MB/s": how near to 1 the rate is of it
 
 All take turns, so that what drifts on the machine meets all of them; the first round does not count. After
 each sample every byte is compared. The file goes to benchmarks/results.
@@ -45,6 +46,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 CHUNK = 16 << 20
 LEASE, PATIENCE = "a" * 32, 60.0
 TCP_BAR, MEMFD_BAR, READV_BAR = 0.85, 0.7, 0.55
+LIMIT, LIMIT_BAR = 400_000_000, 0.95
 # What a bare fork asks for: the first byte of a chunk. Its bytes and their digest come.
 ASKED = struct.Struct("<Q")
 DIGEST_BYTES = 16
@@ -74,8 +76,8 @@ def seed(nbytes: int) -> None:
     shared[:] = own[:] = given
     with contextlib.ExitStack() as ends:
         found: dict[str, Any] = {}
-        for name, memory in (("memfd", shared), ("readv", own)):
-            served = Served([Memory(memory.ctypes.data, nbytes)], lambda lease: True)
+        for name, memory, limit in (("memfd", shared, None), ("readv", own, None), ("limited", own, LIMIT)):
+            served = Served([Memory(memory.ctypes.data, nbytes)], lambda lease: True, limit=limit)
             ends.callback(served.close)
             found[name] = [(offer.kind, offer.address) for offer in served.offers]
         listening = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -233,14 +235,18 @@ def measured(offers: dict[str, Any], nbytes: int, runs: int) -> list[Row]:
             for name, bar in (("memfd", MEMFD_BAR), ("readv", READV_BAR)):
                 ours = contender(f"shm, {name}", count, lambda name=name: Ours("shm", offers[name], to))  # type: ignore[misc]
                 rows.append((f"shm, {name}, {count} threads", "memcpy", bar, copy, ours))
-        contenders = list(dict.fromkeys(one for row in rows for one in row[3:]))
+        limited = contender("tcp, limited", 2, lambda: Ours("tcp", offers["limited"], to))
+        contenders = [*dict.fromkeys(one for row in rows for one in row[3:]), limited]
         for number in range(runs + 1):
             for one in contenders[number % len(contenders) :] + contenders[: number % len(contenders)]:
                 to[:] = 0
                 one.sample()
                 if not np.array_equal(to, given):
                     raise MismatchError(f"{one.series.name}: other bytes have come")
-    return [
+    near = 1 - abs(limited.series.rate / LIMIT - 1)
+    what = f"1 less how far the rate is from {LIMIT // 10**6} MB/s"
+    limit_row = Row("tcp, limited", what, near, LIMIT_BAR, True, [limited.series])
+    return [limit_row] + [
         Row(
             name,
             f"rate, of {what}",

@@ -327,7 +327,9 @@ def main(argv: list[str] | None = None) -> int:
     rows += decode_rows(found, options.limit)
     settings = {key: str(value) for key, value in vars(options).items()}
     notes = {"token_seconds": found}
-    path = write_report(Path(os.environ.get("OUT") or RESULTS), "fork-device", facts, settings, rows, **notes)
+    path = write_report(
+        Path(os.environ.get("OUT") or RESULTS), f"fork-device-{options.seed}", facts, settings, rows, **notes
+    )
     print(f"written: {path}")
     show_rows(rows)
     return 0 if all(row.passed for row in rows) else 1
