@@ -18,6 +18,7 @@ from tensorlift.plan.pieces import PIECE
 
 PROGRAMS = [
     "abi",
+    "bucket",
     "engine",
     "files",
     "lifetime",

@@ -1,4 +1,4 @@
-// A token bucket for several threads: Bucket of forking/throttle.py, with the clock given by the caller.
+// A token bucket for several threads, whose clock the caller has. Whoever takes more than there is owes it: the next waits.
 #pragma once
 
 #include <algorithm>

@@ -1,15 +1,14 @@
-"""How fast a seed lets itself be read: a token bucket, whose clock its owner has."""
+"""How fast a seed lets itself be read, as its owner says it."""
 
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 
 from tensorlift.errors import OptionError
 from tensorlift.options import parse_rate
 
-__all__ = ["Bucket", "parse_limit"]
+__all__ = ["parse_limit"]
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
@@ -39,26 +38,3 @@ def parse_limit(value: object, name: str, device_rate: Callable[[], float | None
             f'{name} is {value!r}; expected a size a second, such as "2GB/s", or a share of the network\'s '
             'rate, such as "25%"'
         ) from None
-
-
-class Bucket:
-    """Tokens are bytes: they come in at ``rate`` a second, and at most ``burst`` of them wait.
-
-    Whoever takes more than there are owes them: the next waits until they have come. So a chunk may be larger
-    than the bucket, and over any time no more than rate x time + burst + one chunk goes out.
-    """
-
-    def __init__(self, rate: float, burst: float, now: float) -> None:
-        """``now``: seconds of the clock that take() is asked by; the bucket is full."""
-        self.rate, self.burst = rate, burst
-        self._tokens, self._at = burst, now
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int, now: float) -> float:
-        """Seconds to wait before these bytes may go; they are taken. Never negative."""
-        with self._lock:
-            self._tokens = min(self.burst, self._tokens + max(0.0, now - self._at) * self.rate)
-            self._at = max(self._at, now)
-            wait = max(0.0, -self._tokens / self.rate)
-            self._tokens -= nbytes
-            return wait
