@@ -83,9 +83,6 @@ class ChunkQueue:
         self.moved_bytes: dict[str, int] = {}
         """By source, what came over the wire, right or wrong."""
 
-    def __len__(self) -> int:
-        return len(self._states)
-
     @property
     def is_done(self) -> bool:
         """Nothing is lacking."""
@@ -135,11 +132,6 @@ class ChunkQueue:
         to give back or to do, for it may still be writing.
         """
         self._gone.add(source)
-
-    def lacking(self, sources: Iterable[str]) -> list[Chunk]:
-        """Chunks that wait and that none of these sources may bring any more."""
-        left = set(sources) - self._gone
-        return [self._states[number].chunk for number in self._waiting if left <= self._states[number].failed]
 
     def held(self) -> Iterator[tuple[int, str]]:
         """Chunks on their way, by number, and with whom."""
