@@ -18,7 +18,7 @@ from tensorlift.forking.keys import checked_key, checked_token, told_key
 from tensorlift.forking.manifest import Layout, Manifest, ModelKey, differences
 from tensorlift.forking.matching import Errand, copies_of, errands
 from tensorlift.forking.offering import Offering, named_tensors, offer, settle
-from tensorlift.forking.reader import Reader, Source, failed, told
+from tensorlift.forking.reader import Reader, Source
 from tensorlift.forking.transports import TRANSPORTS, check_transports
 from tensorlift.format.quoting import plural
 from tensorlift.progress import Report as Progress
@@ -185,7 +185,7 @@ class _Fork:
             if self._queue.is_done:
                 return manifest.key, manifest.weights
             if not any(source.stale for source in sources):
-                raise failed(total - sum(self.kept_bytes().values()), total, told(sources))
+                raise _incomplete(total - sum(self.kept_bytes().values()), total, sources)
         raise ForkError(
             f"{self._clients[0].url}: the weights have changed {plural(attempts, 'time')} while they were "
             "read; fork when they rest, or load from files"
@@ -206,6 +206,14 @@ class _Fork:
 def _tell(progress: Progress | None, total: int, done: int) -> None:
     if progress is not None:
         progress(done, total)
+
+
+def _incomplete(lacking: int, total: int, sources: Sequence[Source]) -> ForkError:
+    why = "; ".join(f"{source.name}: {source.gone}" for source in sources if source.gone)
+    return ForkError(
+        f"{lacking:,} of {total:,} bytes could not be had: {why or 'no seed was left'}; "
+        "the tensors here are not complete: fork again, or load from files"
+    )
 
 
 def _sources(clients: Sequence[SeedClient], wanted: _Wanted, left: dict[str, str]) -> list[Source]:

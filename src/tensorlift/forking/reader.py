@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tensorlift.engine.abi_fork import Outcome
-from tensorlift.errors import ForkError, SeedError
+from tensorlift.errors import SeedError
 from tensorlift.forking.chunks import ChunkQueue, checked
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.manifest import Manifest
@@ -250,16 +250,3 @@ class Reader:
             self.queue.leave(source.name)
             for connection in source.connections:
                 connection.shutdown()
-
-
-def told(sources: Sequence[Source]) -> str:
-    """Why each source that is gone is gone, for a message."""
-    return "; ".join(f"{source.name}: {source.gone}" for source in sources if source.gone)
-
-
-def failed(lacking_bytes: int, total: int, reasons: str) -> ForkError:
-    """For weights that could not all be had."""
-    return ForkError(
-        f"{lacking_bytes:,} of {total:,} bytes could not be had: {reasons or 'no seed was left'}; "
-        "the tensors here are not complete: fork again, or load from files"
-    )
