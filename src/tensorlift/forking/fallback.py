@@ -24,7 +24,7 @@ from tensorlift.engine.abi_fork import Places, chunk_digest
 from tensorlift.engine.digesting import check_built
 from tensorlift.engine.trace import traced
 from tensorlift.errors import ForkError, TensorliftError
-from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, Tensor, span_bytes
+from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, Tensor, place_of, span_bytes
 from tensorlift.forking.offering import Named, Offering
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import Expected
@@ -156,12 +156,12 @@ class Fallback:
         all_ = [one for one in self._ours.tensors if one.region != NOWHERE]
         there = [one for one in saved if one.name in checkpoint]
         there += [one for one in all_ if one.name in own]
-        places = {_place(one) for one in there}
+        places = {place_of(one) for one in there}
         # Files fill no holes between elements.
         covered = _merged_spans(self._spans(one for one in there if _is_dense(one)))
         # What is saved is looked for by name when the files are read.
         known = own | {one.name for one in saved}
-        rest = [one for one in all_ if one.name not in known and _place(one) not in places]
+        rest = [one for one in all_ if one.name not in known and place_of(one) not in places]
         inside = {one.name for one in self._inside(rest, covered)}
         if lacking := [one.name for one in rest if one.name not in inside]:
             more = f" and {len(lacking) - _SHOWN:,} more" if len(lacking) > _SHOWN else ""
@@ -184,10 +184,6 @@ class Fallback:
             if at >= 0 and extents.stops[at] >= stop:
                 found.append(one)
         return found
-
-
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.region, tensor.offset, tensor.dtype, tensor.shape, tensor.stride
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -7,13 +7,12 @@ from collections.abc import Iterable
 import msgspec
 
 from tensorlift.errors import OptionError
-from tensorlift.forking.manifest import ModelKey, rank_problem
+from tensorlift.forking.manifest import SPLITS, ModelKey, rank_problem
 from tensorlift.format.quoting import quote
 
 __all__ = ["checked_key", "checked_token", "told_key", "what_is_there"]
 
 _SHOWN = 20
-_SPLITS = ("tp", "pp", "ep")
 
 
 def checked_key(key: object) -> ModelKey:
@@ -56,7 +55,7 @@ def told_key(key: ModelKey) -> str:
     """Such as 'org/model' (target, tp 0 of 2)."""
     parts = [key.role, key.revision, key.dtype, key.quantization]
     shown = [quote(part)[1:-1] for part in parts if part]
-    for name in _SPLITS:
+    for name in SPLITS:
         rank, size = getattr(key, name)
         if size > 1:
             shown.append(f"{name} {rank} of {size}")
@@ -72,7 +71,7 @@ def what_is_there(keys: Iterable[ModelKey], wanted: ModelKey) -> str:
     if len(found) > _SHOWN:
         text += f" and {len(found) - _SHOWN:,} more"
     alike = [key for key in found if (key.model, key.role) == (wanted.model, wanted.role)]
-    for name in _SPLITS:
+    for name in SPLITS:
         sizes, size = {getattr(key, name)[1] for key in alike}, getattr(wanted, name)[1]
         if sizes and size not in sizes:
             there = " or ".join(str(one) for one in sorted(sizes))

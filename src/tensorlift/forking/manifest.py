@@ -27,6 +27,7 @@ __all__ = [
     "ITEM_BYTES",
     "LONGEST_MANIFEST",
     "NOWHERE",
+    "SPLITS",
     "Layout",
     "Manifest",
     "ModelKey",
@@ -37,6 +38,7 @@ __all__ = [
     "differences",
     "encode",
     "layout_digest",
+    "place_of",
     "rank_problem",
     "span_bytes",
 ]
@@ -45,6 +47,8 @@ LONGEST_MANIFEST = 200_000_000
 """Bytes of its JSON, decompressed: ten times what 100,000 tensors with names of 60 characters take."""
 NOWHERE = -1
 """The region of a tensor that has no bytes."""
+SPLITS = ("tp", "pp", "ep")
+"""What of a ModelKey is a rank and a size."""
 
 _FORMAT, _VERSION = "tensorlift.manifest", 1
 _LONGEST_NAME, _MOST_DIMENSIONS = 4096, 64
@@ -83,7 +87,7 @@ class ModelKey(msgspec.Struct, frozen=True, kw_only=True):
 
 def rank_problem(key: ModelKey) -> str | None:
     """What its bounds alone do not say: a rank that is not below the size."""
-    for name in ("tp", "pp", "ep"):
+    for name in SPLITS:
         rank, size = getattr(key, name)
         if rank >= size:
             return f"rank {rank} of {size} in {name}"
@@ -131,11 +135,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     transports: tuple[Offer, ...] = ()
     regions: tuple[Region, ...]
     tensors: tuple[Tensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all regions."""
-        return sum(region.nbytes for region in self.regions)
 
 
 class Layout(NamedTuple):
@@ -232,14 +231,15 @@ def _check(manifest: Manifest, where: str) -> None:
             raise refuse(f"{quote(tensor.name)} {problem}")
         if tensor.alias is not None:
             first = known.get(tensor.alias)
-            if first is None or _place(first) != _place(tensor):
+            if first is None or place_of(first) != place_of(tensor):
                 raise refuse(f"{quote(tensor.name)} is said to be {quote(tensor.alias)}, which it is not")
         known[tensor.name] = tensor
     if layout_digest(manifest.tensors) != manifest.layout:
         raise refuse("the digest of its layout is that of another one")
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
+def place_of(tensor: Tensor) -> tuple[object, ...]:
+    """Two tensors of one place are the same one."""
     return tensor.region, tensor.offset, tensor.dtype, tensor.shape, tensor.stride
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.manifest import SPLITS, ModelKey
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -39,7 +39,7 @@ def exposition(key: ModelKey, instance: str, stats: Mapping[str, int]) -> bytes 
     except ImportError:
         return None
     labels = {"model": key.model, "revision": key.revision, "role": key.role, "instance_id": instance}
-    labels |= {name: "/".join(map(str, getattr(key, name))) for name in ("tp", "pp", "ep")}
+    labels |= {name: "/".join(map(str, getattr(key, name))) for name in SPLITS}
 
     class Counted(Collector):
         def collect(self) -> Iterator[Metric]:

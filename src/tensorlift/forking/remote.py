@@ -19,7 +19,7 @@ import torch
 from tensorlift.errors import ForkError, ManifestError, OptionError, OutOfMemoryError, RequestError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
-from tensorlift.forking.manifest import Manifest, ModelKey, Tensor
+from tensorlift.forking.manifest import SPLITS, Manifest, ModelKey, Tensor
 from tensorlift.forking.tokens import TOKEN_VARIABLE, token_of
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint, Shard
@@ -200,7 +200,7 @@ def _check_is_checkpoint(key: ModelKey, url: str) -> None:
             f"{clean(url)}: the seed has weights as an instance keeps them behind its load, which need not "
             "be those of the checkpoint; fork them into the same model, or write them with 'tensorlift fork'"
         )
-    for name in ("tp", "pp", "ep"):
+    for name in SPLITS:
         rank, size = getattr(key, name)
         if size > 1:
             raise ForkError(
