@@ -302,11 +302,11 @@ def test_tokens() -> None:
 def test_more_forks_than_a_seed_takes() -> None:
     """They wait for one another, as long as they are patient."""
     with Seed(Model(1), KEY, readers=1) as seed:
-        held = seed.grant(0.5)[0]
+        held = seed.grant(0.5)
         model = Model(2)
         fork_into(model, seed.url, patience=60.0)
         assert same(model, Model(1))
-        held = seed.grant(50)[0]
+        held = seed.grant(50)
         with pytest.raises(ForkError, match=r"it has as many readers as it takes; ask again in"):
             fork_into(Model(2), seed.url, patience=20.0)
         seed.release(held.id)

@@ -24,18 +24,20 @@ import math
 import socket
 import time
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tensorlift.errors import RequestError
 from tensorlift.forking import metrics
-from tensorlift.forking.leases import Lease, LeaseRefusedError
-from tensorlift.forking.manifest import ModelKey
-from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer, RankTable
+from tensorlift.forking.leases import LeaseRefusedError
+from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer
 from tensorlift.forking.urls import placed
 
-__all__ = ["LeaseAnswer", "LeaseRequest", "Publication", "RefusedAnswer", "StateAnswer", "talk"]
+if TYPE_CHECKING:
+    from tensorlift.forking.seed import Seed
+
+__all__ = ["LeaseAnswer", "LeaseRequest", "RefusedAnswer", "StateAnswer", "talk"]
 
 _IDLE_SECONDS = 30.0
 _LONGEST_BODY = 4096
@@ -71,38 +73,7 @@ class StateAnswer(msgspec.Struct):
     epoch: int
 
 
-class Publication(Protocol):
-    """What answers: the seed."""
-
-    token: str
-    instance: str
-    key: ModelKey
-    ranks: RankTable
-
-    @property
-    def url(self) -> str:
-        """Where it answers."""
-
-    def stats(self) -> dict[str, int]:
-        """What it counts."""
-
-    def manifest(self) -> tuple[str, bytes]:
-        """(ETag, compressed manifest); LeaseRefusedError while there is none."""
-
-    def state(self) -> StateAnswer:
-        """Now."""
-
-    def grant(self, seconds: float) -> tuple[Lease, float]:
-        """A lease, and for how long."""
-
-    def renew(self, id: str, seconds: float) -> tuple[Lease, float]:
-        """The same for longer."""
-
-    def release(self, id: str) -> None:
-        """Gives it back."""
-
-
-def talk(peer: socket.socket, seed: Publication) -> None:
+def talk(peer: socket.socket, seed: Seed) -> None:
     """One connection, to its end."""
     _Handler(peer, peer.getpeername(), seed)
 
@@ -112,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "tensorlift", ""
     timeout = _IDLE_SECONDS
 
-    def __init__(self, peer: socket.socket, address: Any, seed: Publication) -> None:
+    def __init__(self, peer: socket.socket, address: Any, seed: Seed) -> None:
         self.seed = seed
         super().__init__(peer, address, None)  # type: ignore[arg-type]
 
@@ -183,18 +154,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(413, msgspec.json.encode(refused), close=True)
             return
         body = self.rfile.read(int(length))
-        base, slash, id = self.path.rpartition("/")
+        base, _, id = self.path.rpartition("/")
         if self.path == _RANKS:
             self._join(msgspec.json.decode(body, type=JoinRequest))
             return
         if self.path == _LEASES:
-            lease, seconds = self.seed.grant(msgspec.json.decode(body, type=LeaseRequest).seconds)
-        elif slash and base == _LEASES:
-            lease, seconds = self.seed.renew(id, msgspec.json.decode(body, type=LeaseRequest).seconds)
+            answer = self.seed.grant(msgspec.json.decode(body, type=LeaseRequest).seconds)
+        elif base == _LEASES:
+            answer = self.seed.renew(id, msgspec.json.decode(body, type=LeaseRequest).seconds)
         else:
             self._send(404)
             return
-        self._send(200, msgspec.json.encode(LeaseAnswer(lease.id, lease.epoch, seconds)))
+        self._send(200, msgspec.json.encode(answer))
 
     def _join(self, asked: JoinRequest) -> None:
         url = placed(asked.url, self.seed.url, self.client_address[0], bool(self.seed.token))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from tensorlift.errors import RequestError
-from tensorlift.forking.control import StateAnswer, talk
+from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
 from tensorlift.forking.joining import Joined, front_of
 from tensorlift.forking.keys import checked_key, checked_token, told_key
@@ -125,19 +125,17 @@ class Seed:
         with self._changed:
             return StateAnswer(self.instance, self._leases.epoch)
 
-    def grant(self, seconds: float) -> tuple[Lease, float]:
-        """A lease, and for how long; LeaseRefusedError."""
+    def grant(self, seconds: float) -> LeaseAnswer:
+        """A lease; LeaseRefusedError."""
         with self._changed:
             now = time.monotonic()
-            lease = self._leases.grant(seconds, now)
-            return lease, lease.until - now
+            return _told(self._leases.grant(seconds, now), now)
 
-    def renew(self, id: str, seconds: float) -> tuple[Lease, float]:
+    def renew(self, id: str, seconds: float) -> LeaseAnswer:
         """The same for longer; LeaseRefusedError."""
         with self._changed:
             now = time.monotonic()
-            lease = self._leases.renew(id, seconds, now)
-            return lease, max(0.0, lease.until - now)
+            return _told(self._leases.renew(id, seconds, now), now)
 
     def release(self, id: str) -> None:
         """A reader is through."""
@@ -208,3 +206,7 @@ class Seed:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _told(lease: Lease, now: float) -> LeaseAnswer:
+    return LeaseAnswer(lease.id, lease.epoch, lease.until - now)
