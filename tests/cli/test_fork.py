@@ -6,8 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from typer.testing import CliRunner
 import tensorlift
 from support.checkpoints import Written, random_checkpoint
 from support.tensors import assert_state
+from support.waiting import until, when
 from tensorlift.bench import cases
 from tensorlift.cli import fork as verb
 from tensorlift.cli.main import app
@@ -104,16 +103,8 @@ def test_what_is_there_is_kept_unless_forced(url: str, tmp_path: Path, written: 
 def test_nothing_is_left_of_a_fork_that_fails(tmp_path: Path) -> None:
     offered = {"a": torch.ones(1000), "b": torch.ones(3_000_000)}
     seed = Seed(offered, KEY, limit="50KB/s")
-
-    def end() -> None:
-        while not seed.stats()["connections"]:
-            time.sleep(0.001)
-        seed.close()
-
-    thread = threading.Thread(target=end)
-    thread.start()
-    code, out, err = run("fork", seed.url, "--out", tmp_path / "new" / "out")
-    thread.join()
+    with when(lambda: seed.stats()["connections"], seed.close):
+        code, out, err = run("fork", seed.url, "--out", tmp_path / "new" / "out")
     assert (code, out) == (4, "")
     assert err.startswith("error: ForkError\n  ")
     assert "bytes could not be had" in err
@@ -128,9 +119,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
             with subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             ) as child:
-                while not seed.stats()["connections"]:
-                    assert child.poll() is None
-                    time.sleep(0.01)
+                until(lambda: seed.stats()["connections"])
                 child.send_signal(signal.SIGINT)
                 out, err = child.communicate(timeout=60)
             assert (child.returncode, out, err) == (130, "", "interrupted\n")

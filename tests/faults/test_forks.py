@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typer.testing import CliRunner
 
 from support import leaks
 from support.seeds import KEY, NBYTES, Process, is_version, running, weights
+from support.waiting import until
 from tensorlift.cli.main import app
 from tensorlift.errors import ForkError
 from tensorlift.forking.client import SeedClient
@@ -219,8 +219,7 @@ def test_a_fork_that_dies_leaves_its_lease() -> None:
     with Seed(offered, KEY, limit=LIMIT, readers=1) as seed:
         with running("fork", urls=[seed.url], lease=5.0, chunk_bytes=CHUNK) as fork:
             assert fork.said() == "ready"
-            while seed.stats()["sent_chunks"] < 3:
-                time.sleep(0.001)
+            until(lambda: seed.stats()["sent_chunks"] >= 3)
             fork.kill()
         assert seed.stats()["readers"] == 1
         found = weights(0)
@@ -228,8 +227,7 @@ def test_a_fork_that_dies_leaves_its_lease() -> None:
         assert is_version(found, 1)
         with running("fork", urls=[seed.url], lease=60.0, chunk_bytes=CHUNK) as fork:
             assert fork.said() == "ready"
-            while not seed.stats()["readers"]:
-                time.sleep(0.001)
+            until(lambda: seed.stats()["readers"])
             fork.kill()
         with seed.updating(timeout=0.5, weights="2"):
             for name, tensor in weights(2).items():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typer.testing import CliRunner
 import tensorlift
 from support import leaks
 from support.digests import flip
+from support.waiting import when
 from tensorlift.cli.main import app
 from tensorlift.errors import (
     CheckpointNotFoundError,
@@ -94,18 +93,8 @@ def nobody() -> str:
 def half(offered: object, model: object, path: str, chunks: int = 10) -> tuple[str, Forked]:
     """A fork of a seed that ends once it has sent so many chunks."""
     seed = Seed(offered, KEY, limit="50KB/s")
-
-    def end() -> None:
-        while seed.stats()["sent_chunks"] < chunks:
-            time.sleep(0.001)
-        seed.close()
-
-    thread = threading.Thread(target=end)
-    thread.start()
-    try:
+    with when(lambda: seed.stats()["sent_chunks"] >= chunks, seed.close):
         return seed.url, fork_into(model, seed.url, fallback=path, **SMALL)
-    finally:
-        thread.join()
 
 
 def test_without_a_seed_all_comes_from_files(path: str) -> None:

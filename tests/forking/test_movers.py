@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import tensorlift
 from support import leaks
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.tensors import assert_state, raw
+from support.waiting import when
 from tensorlift.errors import (
     DtypeError,
     ForkError,
@@ -41,17 +40,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 def url(written: Written) -> Iterator[str]:
     with leaks.nothing_left(arenas=False), Seed(tensorlift.load(written.path), KEY) as seed:
         yield url_of(seed.url, "org/model")
-
-
-def when(happens: Callable[[], bool], act: Callable[[], object]) -> threading.Thread:
-    def wait() -> None:
-        while not happens():
-            time.sleep(0.001)
-        act()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
 
 
 def test_load(url: str, written: Written) -> None:
@@ -109,10 +97,11 @@ def test_close_of_another_thread_ends_a_slow_read() -> None:
     offered = {"a": torch.ones(3_000_000)}  # torch starts threads for it
     with leaks.nothing_left(), Seed(offered, KEY, limit="50KB/s") as seed:
         weights = tensorlift.open(url_of(seed.url, ""))
-        thread = when(lambda: seed.stats()["connections"] > 0, weights.close)
-        with pytest.raises(RequestError, match="the load was closed"):
+        with (
+            when(lambda: seed.stats()["connections"] > 0, weights.close),
+            pytest.raises(RequestError, match="the load was closed"),
+        ):
             next(iter(weights))
-        thread.join()
 
 
 def test_load_into(url: str, written: Written) -> None:
@@ -210,10 +199,11 @@ def test_more_than_the_machine_has(url: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_seed_that_ends_in_the_middle() -> None:
     seed = Seed({"a": torch.ones(3_000_000)}, KEY, limit="50KB/s")
-    thread = when(lambda: seed.stats()["connections"] > 0, seed.close)
-    with pytest.raises(ForkError, match=r"bytes could not be had: http://"):
+    with (
+        when(lambda: seed.stats()["connections"] > 0, seed.close),
+        pytest.raises(ForkError, match=r"bytes could not be had: http://"),
+    ):
         tensorlift.load(url_of(seed.url, ""))
-    thread.join()
     with pytest.raises(SeedError, match="cannot be reached"):
         tensorlift.load(url_of(seed.url, ""))
 
@@ -226,7 +216,8 @@ def test_weights_that_change_in_the_middle() -> None:
             with seed.updating(timeout=0):
                 offered["a"].zero_()
 
-        thread = when(lambda: seed.stats()["connections"] == 2, change)
-        with pytest.raises(ForkError, match="the weights have changed 1 time while they were read"):
+        with (
+            when(lambda: seed.stats()["connections"] == 2, change),
+            pytest.raises(ForkError, match="the weights have changed 1 time while they were read"),
+        ):
             tensorlift.load(url_of(seed.url, ""))
-        thread.join()

@@ -10,6 +10,7 @@ import torch
 
 import tensorlift
 from support.checkpoints import random_row, write_safetensors
+from support.tensors import raw
 from tensorlift.errors import RequestError
 from tensorlift.forking.manifest import Manifest, ModelKey, decode, encode, layout_digest
 from tensorlift.forking.offering import Named, Offering, blocks_of, named_tensors, offer
@@ -41,12 +42,7 @@ def read(offering: Offering, at: int) -> bytes:
     whole = torch.frombuffer(bytearray(region.raw), dtype=torch.uint8)[tensor.offset :]
     dtype = getattr(torch, tensor.dtype)
     flat = whole[: len(whole) // dtype.itemsize * dtype.itemsize].clone().view(dtype)
-    return raw(torch.as_strided(flat, tensor.shape, tensor.stride))
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return raw(torch.as_strided(flat, tensor.shape, tensor.stride).contiguous())
 
 
 def test_a_model() -> None:
@@ -61,7 +57,7 @@ def test_a_model() -> None:
         "scale": "derived", "transposed": "derived",
     }  # fmt: skip
     for at, one in enumerate(named):
-        assert read(offering, at) == raw(one.tensor), one.name
+        assert read(offering, at) == raw(one.tensor.contiguous()), one.name
     found = {tensor.name: tensor for tensor in offering.tensors}
     assert found["head.weight"].alias == "embed.weight"
     assert found["transposed"].alias is None

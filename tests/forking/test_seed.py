@@ -6,7 +6,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from support import leaks
 from tensorlift.engine.abi_fork import Memory, Outcome
 from tensorlift.errors import ManifestError, OptionError, RequestError, SeedError
+from tensorlift.forking import control
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.matching import copies_of, errands
@@ -230,14 +230,13 @@ def test_an_unchanged_manifest_is_not_sent_again() -> None:
         assert ask(seed, "GET", "/v1/manifest", **{"If-None-Match": headers["ETag"]})[0] == 200
 
 
-def test_strangers_who_say_nothing_do_not_hold_a_seed_up() -> None:
+def test_strangers_who_say_nothing_do_not_hold_a_seed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control._Handler, "timeout", None)  # for whoever waits for them it is for ever
     seed = Seed(model(), KEY)
     with leaks.nothing_left():
         address = tuple(seed.url.removeprefix("http://").split(":"))
         silent = [socket.create_connection(address) for _ in range(70)]
-        begin = time.monotonic()
         seed.close()
-        assert time.monotonic() - begin < 25  # a connection that does nothing is kept for 30 s
         for one in silent:
             one.close()
 

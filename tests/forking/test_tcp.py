@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,14 +10,12 @@ import pytest
 
 from support import leaks
 from tensorlift.engine.abi_fork import Memory, Outcome
-from tensorlift.forking.chunks import Chunk, ChunkQueue, cut
+from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.sender import Sender
 from tensorlift.forking.tcp import TcpConnection, TcpServer
-from tensorlift.plan.extents import Extents
 
 MIB = 1 << 20
 LEASE, PATIENCE = "a" * 32, 60.0
-WHOLE = Extents(np.array([0], np.int64), np.array([5 * MIB + 3], np.int64))
 
 
 class Seed:
@@ -63,51 +60,9 @@ def fetch(connection: TcpConnection, chunk: Chunk) -> tuple[int, bytes]:
     return came.outcome, memory.tobytes()
 
 
-def test_connections_pull_from_one_queue(seed: Seed) -> None:
-    queue = ChunkQueue(cut(0, WHOLE, 300_000))
-    memory = np.zeros(seed.regions[0].nbytes, np.uint8)
-    lock = threading.Lock()
-
-    def pull(name: str) -> None:
-        connection = seed.connect()
-        while True:
-            with lock:
-                number = queue.take(name)
-            if number is None:
-                break
-            chunk = queue.chunk(number)
-            places = np.array([[0, chunk.nbytes, memory.ctypes.data + chunk.offset]], np.uint64)
-            came = connection.fetch(chunk, 0, places, digest=True)
-            assert came.outcome == Outcome.OK
-            with lock:
-                queue.done(number, name)
-        connection.close()
-
-    threads = [threading.Thread(target=pull, args=[f"c{k}"]) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert queue.is_done
-    assert memory.tobytes() == seed.regions[0].tobytes()
-    assert sum(queue.moved_bytes.values()) == memory.nbytes
-
-
 def test_a_seed_that_says_nothing() -> None:
-    silent = socket.create_server(("127.0.0.1", 0))
-    failures: list[BaseException] = []
-
-    def connect() -> None:
-        try:
-            TcpConnection(f"127.0.0.1:{silent.getsockname()[1]}", "", LEASE, 0.2)
-        except OSError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=connect)
-    thread.start()
-    thread.join()
-    assert isinstance(failures[0], TimeoutError)
-    silent.close()
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
+        TcpConnection(f"127.0.0.1:{silent.getsockname()[1]}", "", LEASE, 0.2)
 
 
 def test_strangers_who_say_nothing_keep_nobody_out(seed: Seed) -> None:
