@@ -130,6 +130,8 @@ def test_what_is_refused_before_a_load(written: Written, tmp_path: Path) -> None
     assert run("seed", "nowhere", "--host", "no.such.host.invalid", "--insecure")[0] == 3
     code, _, err = run("seed", "nowhere", "--limit", "fast")
     assert (code, "--limit is 'fast'" in err) == (2, True)
+    code, _, err = run("seed", "nowhere", "--limit", "25%")
+    assert (code, "--limit is '25%', but the kernel does not tell how fast" in err) == (2, True)
     assert run("seed", "nowhere", "--token-file", tmp_path / "none")[0] == 2
     assert run("seed", "nowhere", "--readers", 0)[0] == 2
     code, _, err = run("seed", "nowhere")

@@ -14,9 +14,10 @@ import typer
 from tensorlift.cli.console import guarded, told
 from tensorlift.cli.interrupts import at_once, until_terminated
 from tensorlift.errors import MachineError
+from tensorlift.forking.links import link_rate
+from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.tokens import token_of
 from tensorlift.format.quoting import plural, quote
-from tensorlift.options import parse_rate
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def command(
         False, "--insecure", help="Without a token also where other machines reach it."
     ),
     limit: str | None = typer.Option(
-        None, metavar="RATE", help='The most that it sends, such as "2GB/s"; without it, no limit.'
+        None, metavar="RATE", help='The most that it sends: "2GB/s", or "25%" of the network.'
     ),
     readers: int = typer.Option(8, min=1, help="The most forks at once."),
     key: str | None = typer.Option(
@@ -53,8 +54,7 @@ def command(
 ) -> None:
     """Load a checkpoint into host memory and offer it to other processes, until Ctrl-C or SIGTERM."""
     token = token_of(token_file)
-    if limit is not None:
-        parse_rate(limit, "--limit")
+    parse_limit(limit, "--limit", lambda: link_rate(host))
     with at_once():
         from tensorlift.forking.listener import Listener
         from tensorlift.forking.remote import url_of
