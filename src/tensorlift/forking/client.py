@@ -11,7 +11,7 @@ import msgspec
 from tensorlift.errors import ForkError, ManifestError, OptionError, RequestError, SeedError
 from tensorlift.forking.control import LeaseAnswer, LeaseRequest, RefusedAnswer, StateAnswer
 from tensorlift.forking.encryption import Ca, fork_context
-from tensorlift.forking.keys import checked_token, told_key, what_is_there
+from tensorlift.forking.keys import told_key, what_is_there
 from tensorlift.forking.manifest import LONGEST_MANIFEST, Manifest, ModelKey, Offer, decode
 from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer
 from tensorlift.forking.urls import followed, reached, split_url
@@ -37,13 +37,13 @@ class SeedClient:
     """One seed. Each question is a connection of its own, so threads may ask at once."""
 
     def __init__(self, url: str, token: str = "", seconds: float = 10.0, ca: Ca | None = None) -> None:
-        """``seconds``: how long an answer may take; ``ca``: whom an https:// seed is trusted by.
+        """``token``: see checked_token(); ``seconds``: how long an answer may take; ``ca``: whom an https:// seed is trusted by.
 
         Raises RequestError for what is no URL of a seed, OptionError.
         """
         self._place = split_url(url)
         self.url = self._place.url
-        self._token, self._seconds = checked_token(token or None), seconds
+        self._token, self._seconds = token, seconds
         self._named = ""
         self._context: ssl.SSLContext | None = None
         if self._place.scheme == "https":

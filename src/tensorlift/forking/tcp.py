@@ -22,10 +22,10 @@ _MOST_HANDSHAKES = 32
 class TcpServer:
     """Listens for forks."""
 
-    def __init__(self, sender: Sender, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, sender: Sender, host: str) -> None:
         """Begins. Raises OSError where it cannot listen there."""
         self._sender = sender
-        self._listener = Listener(host, port, self._shake, _MOST_HANDSHAKES)
+        self._listener = Listener(host, 0, self._shake, _MOST_HANDSHAKES)
         try:
             self._listener.start()
         except BaseException:

@@ -69,9 +69,9 @@ class Connection(Protocol):
         """No other thread may be in fetch()."""
 
 
-_SERVERS: Mapping[str, Callable[[Sender, str, int], Server]] = {
-    "memory": lambda sender, host, port: MemoryServer(sender),
-    "shm": lambda sender, host, port: ShmServer(sender),
+_SERVERS: Mapping[str, Callable[[Sender, str], Server]] = {
+    "memory": lambda sender, host: MemoryServer(sender),
+    "shm": lambda sender, host: ShmServer(sender),
     "tcp": TcpServer,
 }
 _CONNECTIONS: Mapping[str, Callable[[str, str, str, float], Connection]] = {
@@ -97,7 +97,6 @@ class Served:
         is_live: Callable[[str], bool],
         *,
         host: str = "127.0.0.1",
-        port: int = 0,
         token: str = "",
         limit: int | None = None,
         transports: Sequence[str] = ("shm", "tcp"),
@@ -105,7 +104,7 @@ class Served:
         """Begins. ``regions`` stay until close(); ``is_live``: whether it is a lease; ``limit``: bytes/s, of
         all transports together.
 
-        Raises OSError where it cannot listen on host and port, or by no transport; OptionError; RequestError
+        Raises OSError where it cannot listen on host, or by no transport; OptionError; RequestError
         for a device that cannot be read.
         """
         kinds = check_transports(transports)
@@ -114,7 +113,7 @@ class Served:
         try:
             for kind in kinds:
                 try:
-                    self._servers.append(_SERVERS[kind](self._sender, host, port))
+                    self._servers.append(_SERVERS[kind](self._sender, host))
                 except OSError:
                     # What is only faster need not work everywhere.
                     if kind == kinds[-1]:
