@@ -37,7 +37,8 @@ class SeedClient:
     """One seed. Each question is a connection of its own, so threads may ask at once."""
 
     def __init__(self, url: str, token: str = "", seconds: float = 10.0, ca: Ca | None = None) -> None:
-        """``token``: see checked_token(); ``seconds``: how long an answer may take; ``ca``: whom an https:// seed is trusted by.
+        """``token``: see checked_token(); ``seconds``: how long an answer may take; ``ca``: whom an https://
+        seed is trusted by.
 
         Raises RequestError for what is no URL of a seed, OptionError.
         """
