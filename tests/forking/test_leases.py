@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tensorlift.errors import RequestError
 from tensorlift.forking.leases import Lease, LeaseRefusedError, Leases
 
 
@@ -51,7 +52,7 @@ def test_an_update() -> None:
     leases = Leases(5, 60)
     lease = leases.grant(10, 0.0)
     leases.begin_update()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RequestError, match="one update at a time"):
         leases.begin_update()
     assert refused(leases, 1.0, "updating") == 0.1
     assert leases.renew(lease.id, 10, 5.0) == lease  # it may end what it does, no longer
@@ -69,6 +70,8 @@ def test_closed() -> None:
     leases.close()
     assert refused(leases, 1.0, "closed") is None
     assert leases.renew(lease.id, 60, 1.0).until == 10.0
+    with pytest.raises(RequestError, match="this seed is closed"):
+        leases.begin_update()
 
 
 class Readers(RuleBasedStateMachine):

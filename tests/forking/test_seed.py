@@ -135,6 +135,34 @@ def test_an_update_that_fails_opens_again(seed: Seed) -> None:
     assert client.lease(10).epoch == 1
 
 
+def test_an_update_that_is_interrupted_while_it_waits(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C: nothing has changed, and forks are let in again."""
+    client = SeedClient(seed.url, TOKEN)
+
+    def interrupt(timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(seed, "_wait_for_readers", interrupt)
+        with pytest.raises(KeyboardInterrupt), seed.updating():
+            pytest.fail("it has begun")
+    assert client.lease(10).epoch == 0
+    assert set(read(client, model(1))) == {Outcome.OK}
+
+
+def test_a_seed_that_ends_during_an_update(seed: Seed) -> None:
+    assert set(read(SeedClient(seed.url, TOKEN), model(1))) == {Outcome.OK}
+    before = seed.stats()
+    with seed.updating():
+        with pytest.raises(RequestError, match="one update at a time"), seed.updating():
+            pytest.fail("it has begun")
+        seed.close()
+    with pytest.raises(RequestError, match="this seed is closed"), seed.updating():
+        pytest.fail("it has begun")
+    # What it has done can be asked for behind its end.
+    assert seed.stats() == before | {"epoch": 1, "connections": 0}
+
+
 def test_no_more_readers_than_allowed() -> None:
     with Seed(model(), KEY, readers=2) as seed:
         client = SeedClient(seed.url)

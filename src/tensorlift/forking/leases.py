@@ -11,6 +11,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
+from tensorlift.errors import RequestError
+
 __all__ = ["Lease", "LeaseRefusedError", "Leases"]
 
 
@@ -74,7 +76,7 @@ class Leases:
         lease = self._live.get(id)
         if lease is None or lease.epoch != self.epoch:
             raise self._refusal("lapsed")
-        if self._updating:
+        if self._updating or self._closed:
             # It keeps what it has: an update waits for that, not for ever.
             return lease
         return self._put(id, seconds, now)
@@ -84,9 +86,11 @@ class Leases:
         self._live.pop(id, None)
 
     def begin_update(self) -> None:
-        """From now on no lease is given or prolonged."""
+        """From now on no lease is given or prolonged; RequestError for a second one, and behind the end."""
+        if self._closed:
+            raise RequestError("this seed is closed: nobody reads its weights, and they may be changed")
         if self._updating:
-            raise RuntimeError("weights are being updated already")
+            raise RequestError("these weights are being updated already; one update at a time")
         self._updating = True
 
     def move_on(self) -> None:
@@ -100,7 +104,7 @@ class Leases:
 
     def close(self) -> None:
         """No lease is given any more, nor prolonged beyond what it has."""
-        self._closed = self._updating = True
+        self._closed = True
 
     def _put(self, id: str, seconds: float, now: float) -> Lease:
         lease = Lease(id, self.epoch, now + min(seconds, self._longest))

@@ -151,16 +151,18 @@ class Seed:
     def updating(self, timeout: float = 30.0, weights: str = "") -> Iterator[None]:
         """Around a change of the weights: readers end or lapse first, or see afterwards that theirs are old.
 
-        timeout: seconds to wait for them. weights: the version behind the change.
+        timeout: seconds to wait for them. weights: the version behind the change. Raises RequestError in
+        another update, and where the seed is closed.
         """
         with self._changed:
             self._leases.begin_update()
-            self._wait_for_readers(timeout)
-            self._leases.move_on()
-            self._served.set_epoch(self._leases.epoch, False)
-            self._weights = weights
-            self._publish()
         try:
+            with self._changed:
+                self._wait_for_readers(timeout)
+                self._leases.move_on()
+                self._served.set_epoch(self._leases.epoch, False)
+                self._weights = weights
+                self._publish()
             yield
         finally:
             settle(self._named)

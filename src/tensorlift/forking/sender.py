@@ -37,7 +37,7 @@ class Sender:
         """
         self.regions = tuple(regions)
         self._is_live, self._token = is_live, token
-        self._handle = Handle()
+        self._handle, self._counted = Handle(), abi_fork.SenderStats()
         burst = min(_BURST_BYTES, (limit or 0) // _BURST_SHARE)
         try:
             abi_fork.sender_create(self.regions, limit or 0, burst, _IDLE_MILLISECONDS, self._handle)
@@ -74,14 +74,18 @@ class Sender:
 
     def set_epoch(self, epoch: int, is_open: bool) -> None:
         """What is asked for with another epoch, or while it is not open, is refused from now on."""
-        abi_fork.sender_set_epoch(self._handle, epoch, is_open)
+        if self._handle.value is not None:
+            abi_fork.sender_set_epoch(self._handle, epoch, is_open)
 
     def stats(self) -> dict[str, int]:
         """connections now; sent_bytes, sent_chunks, refused_chunks, stale_chunks, bad_requests so far."""
-        found = abi_fork.sender_stats(self._handle)
-        names = [field[0] for field in found._fields_ if field[0] != "struct_size"]
-        return {name: getattr(found, name) for name in names}
+        if self._handle.value is not None:
+            self._counted = abi_fork.sender_stats(self._handle)
+        names = [field[0] for field in self._counted._fields_ if field[0] != "struct_size"]
+        return {name: getattr(self._counted, name) for name in names}
 
     def close(self) -> None:
         """Ends every connection; after it no byte of a region is read here."""
+        self.stats()
         abi_fork.sender_destroy(self._handle)
+        self._counted.connections = 0
