@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 import tensorlift
 from support import leaks
 from support.digests import flip
+from support.seeds import nobody
 from support.waiting import when
 from tensorlift.cli.main import app
 from tensorlift.errors import (
@@ -83,11 +83,6 @@ def digest(path: str) -> None:
 def clean() -> Iterator[None]:
     with leaks.nothing_left():
         yield
-
-
-def nobody() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 def half(offered: object, model: object, path: str, chunks: int = 10) -> tuple[str, Forked]:

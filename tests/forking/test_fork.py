@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support import leaks
+from support.seeds import nobody
 from support.waiting import when
 from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import ForkError, ManifestError, OptionError, RequestError, SeedError
@@ -198,14 +199,13 @@ def test_another_model(seed: Seed) -> None:
 
 
 def test_who_is_not_there(seed: Seed) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    away = nobody()
     with pytest.raises(SeedError, match=r"cannot be reached: "):
-        fork_into(Model(2), nobody)
+        fork_into(Model(2), away)
     model = Model(2)
-    result = fork_into(model, [nobody, seed.url], **SMALL)
+    result = fork_into(model, [away, seed.url], **SMALL)
     assert same(model, Model(1))
-    assert result.left[0].startswith(f"{nobody}: cannot be reached: ")
+    assert result.left[0].startswith(f"{away}: cannot be reached: ")
     with pytest.raises(RequestError, match=r"there is no seed to fork from"):
         fork_into(Model(2), [])
 

@@ -21,6 +21,7 @@ from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import SPLITS, Manifest, ModelKey, Tensor
 from tensorlift.forking.tokens import TOKEN_VARIABLE, token_of
+from tensorlift.forking.urls import split_url
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint, Shard
 from tensorlift.format.header import Header
@@ -181,17 +182,17 @@ class SeedCheckpoint(Checkpoint):
 
 def _parsed(url: str) -> tuple[str, str]:
     """(http://host:port, model) of a seed's URL."""
-    parts = urllib.parse.urlsplit(url)
+    address, _, model = url.removeprefix(SCHEME).partition("/")
     try:
-        whole = bool(parts.hostname) and parts.port is not None
-    except ValueError:
-        whole = False
-    if not (url.startswith(SCHEME) and whole) or parts.query or parts.fragment or "@" in parts.netloc:
+        place = split_url(f"http://{address}")
+    except RequestError:
+        place = None
+    if place is None or not url.startswith(SCHEME) or "@" in address or {*"?#"} & {*model}:
         raise RequestError(
             f"{quote(url, 300)} is no seed; it looks like {SCHEME}host:port/key, where the key is quoted as "
             f"in any URL and may be left out; a token is given by {TOKEN_VARIABLE}"
         )
-    return f"http://{parts.netloc}", urllib.parse.unquote(parts.path.removeprefix("/"))
+    return place.url, urllib.parse.unquote(model)
 
 
 def _check_is_checkpoint(key: ModelKey, url: str) -> None:
