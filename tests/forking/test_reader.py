@@ -90,7 +90,7 @@ def test_the_only_one_drips(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         assert "it stands still: fewer than 3,072 bytes came in 3 s" in result.left[0]
 
 
-def test_the_only_one_is_slow_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_one_is_slow_and_works() -> None:
     """Though files are there: it brings more than nothing."""
     with Seed(weights(1), KEY, limit="60KB/s") as slow:
         found = weights(0)
