@@ -20,6 +20,7 @@ from tensorlift.forking.matching import Errand, copies_of, errands
 from tensorlift.forking.offering import Offering, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source
 from tensorlift.forking.transports import TRANSPORTS, check_transports
+from tensorlift.forking.whole import unlike
 from tensorlift.format.quoting import plural
 from tensorlift.progress import Report as Progress
 
@@ -76,8 +77,8 @@ def fork_into(
     seed. patience: seconds that a seed may do nothing, or keep a fork waiting (and see pace.py). transports:
     those that may be taken. Names, dtypes, shapes and strides are compared before a byte is written. digests:
     "full", each chunk is compared with its digest; "sample", some are (see chunks.checked); "off", none is.
-    Epochs are always compared. part_of: what the seed was seen to have, and has to have still, of which the
-    model is a part.
+    With the first two whole tensors in host memory are compared too, where the seed publishes their digests.
+    Epochs are always compared. part_of: what the seed was seen to have, and has still; the model is a part.
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
     then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that
@@ -98,7 +99,7 @@ def fork_into(
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
     settle(named)
     fork = _Fork(
-        clients, _Wanted(wanted, ours, kinds, part_of), chunk_bytes, progress,
+        clients, _Wanted(wanted, ours, kinds, part_of, digests != "off"), chunk_bytes, progress,
         lambda work, sources: Reader(work, sources, secret, connections, patience, digests, kinds),
     )  # fmt: skip
     (taken, weights), by_source, own = _filled(fork, files, progress)
@@ -145,6 +146,7 @@ class _Wanted(NamedTuple):
     ours: Offering
     kinds: Sequence[str]
     part_of: Manifest | None
+    digests: bool
 
 
 class _Fork:
@@ -183,6 +185,11 @@ class _Fork:
             self.transports |= {one.name: one.transport for one in sources if one.transport}
             self.left |= {source.name: source.gone for source in sources if source.gone}
             if self._queue.is_done:
+                if self._wanted.digests and (other := unlike(manifest.digests, ours)):
+                    raise ForkError(
+                        f"{sources[0].name}: what came does not have the digests that it publishes: {other}; "
+                        "the seed's weights were changed outside of updating(), or it is not what it says"
+                    )
                 return manifest.key, manifest.weights
             if not any(source.stale for source in sources):
                 raise _incomplete(total - sum(self.kept_bytes().values()), total, sources)

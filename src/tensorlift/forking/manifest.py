@@ -66,6 +66,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Text = Annotated[str, msgspec.Meta(max_length=_LONGEST_NAME)]
 _Sizes = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
 _Share = tuple[_Count, Annotated[int, msgspec.Meta(ge=1, le=2**31)]]
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 Kind = Literal["parameter", "buffer", "derived"]
 
 
@@ -135,6 +136,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     transports: tuple[Offer, ...] = ()
     regions: tuple[Region, ...]
     tensors: tuple[Tensor, ...]
+    digests: dict[_Text, _Digest] = {}
+    """Of whole tensors, where the seed knows them; see whole.py."""
 
 
 class Layout(NamedTuple):

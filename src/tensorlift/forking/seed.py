@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tensorlift.errors import RequestError
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
@@ -21,6 +21,7 @@ from tensorlift.forking.offering import named_tensors, offer, settle
 from tensorlift.forking.ranks import JoinRequest, RankTable
 from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.transports import Served
+from tensorlift.forking.whole import checked_digests, made_digests
 
 __all__ = ["Seed", "check_host"]
 
@@ -62,11 +63,13 @@ class Seed:
         ca: Ca | None = None,
         join_timeout: float = 10.0,
         transports: Sequence[str] = ("shm", "tcp"),
+        digests: bool | Mapping[str, str] = False,
     ) -> None:
         """Begins.
 
         limit: such as "2GB/s", or "25%" of the network's rate; readers: forks at once; weights: the version;
-        transports: which are offered, see docs/fork.md.
+        transports: which are offered, see docs/fork.md; digests: of whole tensors, those that are known by
+        name (see whole.py), or True to make them, now and behind each update, of what is in host memory.
         tls: (file of certificates, file of their key), or an ssl.SSLContext, for what is asked over HTTP.
         join: the URL of another seed, of the same token, that names this one to forks which want its key; ca:
         a file of certificates to trust that one by; join_timeout: seconds it may not be there yet. Raises
@@ -93,7 +96,9 @@ class Seed:
                 self._offering.memories, self._is_live, host=host, token=token, limit=rate,
                 transports=transports,
             )  # fmt: skip
-            self._publish()
+            known = checked_digests(digests, self._offering)
+            self._makes_digests = digests is True
+            self._publish(made_digests(self._offering) if self._makes_digests else known)
             self._http.start()
             if front is not None:
                 self._joined = Joined(front, JoinRequest(self.instance, self.key, self.url), join_timeout)
@@ -106,14 +111,15 @@ class Seed:
         """Where forks ask."""
         return f"{self._scheme}://{self._http.address}"
 
-    def _publish(self) -> None:
+    def _publish(self, digests: Mapping[str, str]) -> None:
         offering = self._offering
         manifest = Manifest(
             instance=self.instance, epoch=self._leases.epoch, weights=self._weights, key=self.key,
             layout=layout_digest(offering.tensors), transports=self._served.offers,
-            regions=offering.regions, tensors=offering.tensors,
+            regions=offering.regions, tensors=offering.tensors, digests=dict(digests),
         )  # fmt: skip
-        self._manifest = (f'"{self.instance}-{manifest.epoch}"', encode(manifest))
+        tag = f'"{self.instance}-{manifest.epoch}{"-digests" if digests else ""}"'
+        self._manifest = (tag, encode(manifest))
 
     def manifest(self) -> tuple[str, bytes]:
         """(ETag, compressed manifest) of this epoch."""
@@ -162,11 +168,13 @@ class Seed:
                 self._leases.move_on()
                 self._served.set_epoch(self._leases.epoch, False)
                 self._weights = weights
-                self._publish()
+                self._publish({})
             yield
         finally:
             settle(self._named)
             with self._changed:
+                if self._makes_digests:
+                    self._publish(made_digests(self._offering))
                 self._served.set_epoch(self._leases.epoch, True)
                 self._leases.end_update()
 
