@@ -142,3 +142,34 @@ def test_nothing_shows_the_token() -> None:
         assert repr(seed) == f"<Seed of 'm' (target) at {seed.url}>"
         came = tensorlift.fork(seed.url, into=Model(2), token="hush")
         assert "hush" not in repr(came) + repr(seed.stats())
+
+
+def test_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    into = {"a": torch.zeros(50_000)}
+    with tensorlift.seed({"a": torch.ones(50_000)}, key="m") as seed:
+        tensorlift.fork(seed.url, into=into, progress=True)
+    assert (into["a"] == 1).all()
+    assert "kB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"connections": 0}, {"connections": 65}, {"connections": "two"}, {"patience": -1},
+        {"patience": "10s"}, {"patience": float("nan")}, {"chunk_bytes": 0}, {"chunk_bytes": "much"},
+        {"digests": "some"}, {"transports": "tcp"}, {"token": ""}, {"key": 3},
+    ],
+)  # fmt: skip
+def test_what_is_no_option(more: dict[str, Any]) -> None:
+    (name,) = more
+    with pytest.raises(tensorlift.OptionError, match=f"^{name} is .*; expected "):
+        tensorlift.fork("http://127.0.0.1:9", into={"a": torch.zeros(1)}, **more)
+
+
+def test_a_size_as_text() -> None:
+    into = {"a": torch.zeros(5000)}
+    with tensorlift.seed({"a": torch.ones(5000)}, key="m") as seed:
+        tensorlift.fork(seed.url, into=into, chunk_bytes="4KiB")
+        assert seed.stats()["sent_chunks"] == 5
+    assert (into["a"] == 1).all()

@@ -18,7 +18,15 @@ from typing import Any
 
 from tensorlift.errors import OptionError
 
-__all__ = ["BACKENDS", "HOST_BACKENDS", "LoadOptions", "parse_rate", "parse_size"]
+__all__ = [
+    "BACKENDS",
+    "HOST_BACKENDS",
+    "LoadOptions",
+    "parse_count",
+    "parse_rate",
+    "parse_seconds",
+    "parse_size",
+]
 
 # In the order of tl_backend.
 BACKENDS = ("AUTO", "PREAD", "URING", "MMAP", "URING_BUFFERED", "AIO", "AIO_BUFFERED", "BUFFERED", "CUFILE")
@@ -83,12 +91,13 @@ def _parse_read(value: object, name: str) -> int:
     return nbytes
 
 
-def _parse_count(value: object, name: str) -> int:
+def parse_count(value: object, name: str, most: int = _LARGEST_COUNT) -> int:
+    """A whole number from 1 to ``most``, an int or text; ``name`` is what an OptionError calls it."""
     number = value
     if isinstance(value, str) and re.fullmatch(r"\s*\d{1,9}\s*", value):
         number = int(value)
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= _LARGEST_COUNT:
-        raise OptionError(f"{name} is {value!r}; expected a whole number from 1 to {_LARGEST_COUNT}")
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most:
+        raise OptionError(f"{name} is {value!r}; expected a whole number from 1 to {most}")
     return number
 
 
@@ -118,7 +127,8 @@ def _one_of(*words: str) -> Callable[[object, str], str]:
     return parse
 
 
-def _parse_seconds(value: object, name: str) -> float:
+def parse_seconds(value: object, name: str) -> float:
+    """Seconds above 0 and at most a week, a number or text; ``name`` is what an OptionError calls it."""
     seconds = value
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -227,10 +237,10 @@ class LoadOptions:
         "One read; a multiple of 4096.",
     )
     io_depth: int | None = _setting(
-        _parse_count, "reads", "32", "Direct reads in flight, for what is not in the page cache."
+        parse_count, "reads", "32", "Direct reads in flight, for what is not in the page cache."
     )
     threads: int | None = _setting(
-        _parse_count,
+        parse_count,
         "threads",
         "as many as CPUs may be used (affinity, cgroup quota, local ranks), at most 16 and one per read",
         "Threads that copy out of the page cache.",
@@ -307,7 +317,7 @@ class LoadOptions:
         cli=False,
     )
     peer_timeout: float | None = _setting(
-        _parse_seconds,
+        parse_seconds,
         "seconds",
         "10",
         "With a process group: within this time all ranks know that one has failed or is gone. A rank on "
@@ -315,7 +325,7 @@ class LoadOptions:
         cli=False,
     )
     join_timeout: float | None = _setting(
-        _parse_seconds,
+        parse_seconds,
         "seconds",
         "300",
         "With a process group: how long to wait for ranks that have not begun to load.",

@@ -163,6 +163,25 @@ def test_a_seed_that_ends_during_an_update(seed: Seed) -> None:
     assert seed.stats() == before | {"epoch": 1, "connections": 0}
 
 
+def test_an_update_without_a_name_is_no_other_seeds_version(seed: Seed) -> None:
+    client, versions = SeedClient(seed.url, TOKEN), []
+    with Seed(model(), KEY, token=TOKEN) as other:
+        for one in (seed, seed, other):
+            with one.updating(timeout=0):
+                pass
+            versions.append(SeedClient(one.url, TOKEN).manifest().weights)
+    assert len({"", *versions}) == 4
+    assert client.manifest().weights == versions[1]
+
+
+@pytest.mark.parametrize("more", [{"timeout": "soon"}, {"timeout": -1}, {"weights": 3}])
+def test_an_update_that_does_not_begin(seed: Seed, more: dict[str, Any]) -> None:
+    (name,) = more
+    with pytest.raises(OptionError, match=f"^{name} is "), seed.updating(**more):
+        pass
+    assert SeedClient(seed.url, TOKEN).lease(10).epoch == 0
+
+
 def test_no_more_readers_than_allowed() -> None:
     with Seed(model(), KEY, readers=2) as seed:
         client = SeedClient(seed.url)
@@ -366,6 +385,11 @@ def test_a_seed_on_all_addresses() -> None:
         ({"ca": "file", "join": "http://127.0.0.1:1"}, OptionError, "ca is for https://"),
         ({"ca": "file"}, OptionError, "ca is for join"),
         ({"join": "nowhere"}, RequestError, "'nowhere' is no URL of a seed"),
+        ({"readers": 0}, OptionError, "readers is 0; expected a whole number from 1"),
+        ({"port": 80000}, OptionError, "port is 80000; expected a whole number up to 65535"),
+        ({"port": "http"}, OptionError, "port is 'http'"),
+        ({"weights": 3}, OptionError, "weights is 3"),
+        ({"join_timeout": float("nan"), "join": "http://127.0.0.1:1"}, OptionError, "join_timeout is nan"),
         ({"host": "192.0.2.1", "token": "x"}, OSError, "assign requested address"),
     ],
 )

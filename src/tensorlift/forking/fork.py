@@ -22,12 +22,15 @@ from tensorlift.forking.reader import Reader, Source
 from tensorlift.forking.transports import TRANSPORTS, check_transports
 from tensorlift.forking.whole import unlike
 from tensorlift.format.quoting import plural
+from tensorlift.options import parse_count, parse_seconds, parse_size
 from tensorlift.progress import Report as Progress
 
 __all__ = ["Forked", "fork_into"]
 
 # Large enough that asking costs nothing, small enough that a lost one is no loss.
 _CHUNK_BYTES = 16 << 20
+# To one seed, each a thread there and here: more bring nothing.
+_MOST_CONNECTIONS = 64
 # Weights that change faster than they can be read are no source.
 _ATTEMPTS = 5
 
@@ -63,7 +66,7 @@ def fork_into(
     ca: Ca | None = None,
     connections: int = 2,
     patience: float = 10.0,
-    chunk_bytes: int = _CHUNK_BYTES,
+    chunk_bytes: int | str = _CHUNK_BYTES,
     progress: Progress | None = None,
     transports: Sequence[str] = TRANSPORTS,
     fallback: Any = None,
@@ -74,11 +77,12 @@ def fork_into(
 
     key: which weights are wanted, of the seed or of another rank behind its URL; without it those of the
     first seed. ca: a file of certificates (PEM) that https:// seeds are trusted by. connections: to each
-    seed. patience: seconds that a seed may do nothing, or keep a fork waiting (and see pace.py). transports:
-    those that may be taken. Names, dtypes, shapes and strides are compared before a byte is written. digests:
-    "full", each chunk is compared with its digest; "sample", some are (see chunks.checked); "off", none is.
-    With the first two whole tensors in host memory are compared too, where the seed publishes their digests.
-    Epochs are always compared. part_of: what the seed was seen to have, and has still; the model is a part.
+    seed, at most 64. patience: seconds that a seed may do nothing, or keep a fork waiting (and see pace.py).
+    chunk_bytes: or "16MiB". transports: those that may be taken. Names, dtypes, shapes and strides are
+    compared before a byte is written. digests: "full", each chunk is compared with its digest; "sample", some
+    are (see chunks.checked); "off", none is. With the first two whole tensors in host memory are compared too,
+    where the seed publishes their digests. Epochs are always compared. part_of: what the seed was seen to
+    have, and has still; the model is a part.
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
     then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that
@@ -90,8 +94,7 @@ def fork_into(
     """
     begin = time.monotonic()
     kinds = check_transports(transports)
-    if digests not in DIGESTS:
-        raise OptionError(f"digests is {digests!r}; expected one of {', '.join(map(repr, DIGESTS))}")
+    connections, patience, chunk_bytes = _checked(connections, patience, chunk_bytes, digests)
     ours = offer(named := named_tensors(model))
     secret, wanted = checked_token(token), None if key is None else checked_key(key)
     clients = _clients(urls, secret, patience, ca)
@@ -113,6 +116,18 @@ def fork_into(
         transports=fork.transports,
         left=tuple(f"{name}: {why}" for name, why in fork.left.items()),
         own=own,
+    )
+
+
+def _checked(
+    connections: int, patience: float, chunk_bytes: int | str, digests: str
+) -> tuple[int, float, int]:
+    if digests not in DIGESTS:
+        raise OptionError(f"digests is {digests!r}; expected one of {', '.join(map(repr, DIGESTS))}")
+    return (
+        parse_count(connections, "connections", _MOST_CONNECTIONS),
+        parse_seconds(patience, "patience"),
+        parse_size(chunk_bytes, "chunk_bytes"),
     )
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from tensorlift.errors import RequestError
+from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
 from tensorlift.forking.joining import Joined, front_of
@@ -22,6 +22,7 @@ from tensorlift.forking.ranks import JoinRequest, RankTable
 from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.transports import Served
 from tensorlift.forking.whole import checked_digests, made_digests
+from tensorlift.options import parse_count, parse_seconds
 
 __all__ = ["Seed", "check_host"]
 
@@ -38,6 +39,21 @@ def check_host(host: str, token: str, insecure: bool) -> None:
         raise RequestError(
             f"a seed on {host} is open to whoever reaches it: give a token, or say insecure=True (--insecure)"
         )
+
+
+def _check_port(port: object) -> None:
+    if not isinstance(port, int) or not 0 <= port <= 65535:
+        raise OptionError(f"port is {port!r}; expected a whole number up to 65535, or 0 for one that is free")
+
+
+def _checked_wait(timeout: float) -> float:
+    return 0.0 if timeout == 0 else parse_seconds(timeout, "timeout")
+
+
+def _checked_version(weights: object) -> str:
+    if not isinstance(weights, str):
+        raise OptionError(f"weights is {weights!r}; expected the name of a version, a str")
+    return weights
 
 
 class Seed:
@@ -78,10 +94,12 @@ class Seed:
         """
         token = checked_token(token)
         check_host(host, token, insecure)
+        _check_port(port)
+        readers, join_timeout = parse_count(readers, "readers"), parse_seconds(join_timeout, "join_timeout")
         self._named = named_tensors(model)
         self._offering = offer(self._named)
         settle(self._named)
-        self.token, self.key, self._weights = token, checked_key(key), weights
+        self.token, self.key, self._weights = token, checked_key(key), _checked_version(weights)
         self.ranks = RankTable(self.key)
         encrypted = seed_context(tls)
         self._scheme = "http" if encrypted is None else "https"
@@ -157,9 +175,11 @@ class Seed:
     def updating(self, timeout: float = 30.0, weights: str = "") -> Iterator[None]:
         """Around a change of the weights: readers end or lapse first, or see afterwards that theirs are old.
 
-        timeout: seconds to wait for them. weights: the version behind the change. Raises RequestError in
-        another update, and where the seed is closed.
+        timeout: seconds to wait for them. weights: the version behind the change; without it one that no
+        other seed has, so that no fork takes others for the same. Raises OptionError, and RequestError where
+        an update is under way or the seed is closed.
         """
+        timeout, weights = _checked_wait(timeout), _checked_version(weights)
         with self._changed:
             self._leases.begin_update()
         try:
@@ -167,7 +187,7 @@ class Seed:
                 self._wait_for_readers(timeout)
                 self._leases.move_on()
                 self._served.set_epoch(self._leases.epoch, False)
-                self._weights = weights
+                self._weights = weights or f"{self.instance[:8]}, update {self._leases.epoch}"
                 self._publish({})
             yield
         finally:
@@ -195,6 +215,7 @@ class Seed:
 
     def close(self, timeout: float = 0.0) -> None:
         """Ends all readers, at once or after as many seconds as they may have to end; frees the weights."""
+        timeout = _checked_wait(timeout)
         joined = getattr(self, "_joined", None)
         if joined is not None:
             joined.close()
