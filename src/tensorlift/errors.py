@@ -142,16 +142,18 @@ class ManifestError(ForkError):
 
 
 class SeedError(ForkError):
-    """A running instance cannot be reached, refuses, or ended; ``retry_seconds``: when to ask again."""
+    """A running instance cannot be reached, refuses, or ended; ``retry_seconds``: when to ask again;
+    ``answered``: whether anybody was there.
+    """
 
-    def __init__(self, message: str, retry_seconds: float | None = None) -> None:
+    def __init__(self, message: str, retry_seconds: float | None = None, answered: bool = True) -> None:
         """``retry_seconds``: None where asking again will not help."""
         super().__init__(message)
-        self.retry_seconds = retry_seconds
+        self.retry_seconds, self.answered = retry_seconds, answered
 
-    def __reduce__(self) -> tuple[type[SeedError], tuple[str, float | None]]:
+    def __reduce__(self) -> tuple[type[SeedError], tuple[str, float | None, bool]]:
         """With what an exception's own pickle would lose."""
-        return type(self), (str(self), self.retry_seconds)
+        return type(self), (str(self), self.retry_seconds, self.answered)
 
 
 class RequestError(TensorliftError, ValueError):

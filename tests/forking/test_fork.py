@@ -192,7 +192,8 @@ def test_another_model(seed: Seed) -> None:
     model = Model(2)
     model.scale = torch.rand(8)
     with pytest.raises(
-        ForkError, match=r"has other weights than the model here: 'scale': shape \[8\] here, \[7\]"
+        ForkError,
+        match=r"other weights than the model here: 'scale': shape \[8\] here, \[7\] in the seed; make it",
     ):
         fork_into(model, seed.url)
     assert torch.equal(model.layers[0].weight, before.layers[0].weight)
@@ -206,6 +207,8 @@ def test_who_is_not_there(seed: Seed) -> None:
     result = fork_into(model, [away, seed.url], **SMALL)
     assert same(model, Model(1))
     assert result.left[0].startswith(f"{away}: cannot be reached: ")
+    with pytest.raises(ForkError, match=r"^none of 2 seeds can be read: .* cannot be reached: .*; http.*'b'"):
+        fork_into(model, [away, seed.url], key="b")
     with pytest.raises(RequestError, match=r"there is no seed to fork from"):
         fork_into(Model(2), [])
 
@@ -240,6 +243,11 @@ def test_tokens() -> None:
         model = Model(2)
         fork_into(model, seed.url, token="right", **SMALL)
         assert same(model, Model(1))
+
+
+def test_a_token_that_nobody_asks_for(seed: Seed) -> None:
+    with pytest.raises(ForkError, match="a seed without a token wants none: leave it out"):
+        fork_into(Model(2), seed.url, token="unasked")
 
 
 def test_more_forks_than_a_seed_takes() -> None:

@@ -16,7 +16,7 @@ from support import leaks
 from support.waiting import until
 from tensorlift.errors import ForkError, SeedError
 from tensorlift.forking import joining, ranks
-from tensorlift.forking.client import SeedClient, UnreachableError
+from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.ranks import JoinRequest
@@ -95,8 +95,10 @@ def test_who_cannot_join(front: Seed) -> None:
         with pytest.raises(SeedError, match="does not take this token"):
             Seed(weights(1), key(1), token="wrong", join=front.url)
         front.close()
-        with pytest.raises(UnreachableError, match="cannot be reached"):
+        with pytest.raises(SeedError, match=r"cannot be reached: .*; look whether the seed runs") as caught:
             behind(front, 1, key(1), join_timeout=0.5)
+        assert type(caught.value) is SeedError
+        assert not caught.value.answered
 
 
 def test_a_front_that_begins_later(front: Seed) -> None:

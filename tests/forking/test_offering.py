@@ -96,7 +96,10 @@ class Wrapped(torch.Tensor):
     ("tensor", "says"),
     [
         (torch.rand(3).as_subclass(Wrapped), "'x' is a Wrapped, whose bytes are known to it alone"),
-        (torch.empty(3, device="meta"), "'x' is on the meta device and has no memory"),
+        (
+            torch.empty(3, device="meta"),
+            "'x' is on the meta device and has no memory; load the weights first, or, to fork into it,",
+        ),
         (torch.eye(3).to_sparse(), "'x' has layout torch.sparse_coo"),
         (torch._neg_view(torch.rand(3)), "'x' is negated or conjugated by a flag"),
         (torch.rand(3, dtype=torch.complex64).conj(), "'x' is negated or conjugated by a flag"),
@@ -110,7 +113,7 @@ def test_what_cannot_be_offered_is_named(tensor: torch.Tensor, says: str) -> Non
 
 @pytest.mark.parametrize("model", [5, {"a": 1}, {1: torch.rand(1)}, {}, torch.nn.Identity(), [torch.rand(1)]])
 def test_what_is_no_model(model: object) -> None:
-    with pytest.raises(RequestError, match=r"offer"):
+    with pytest.raises(RequestError, match=r"seed and fork take a torch.nn.Module or a dict|has no tensors"):
         named_tensors(model)
 
 

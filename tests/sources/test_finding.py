@@ -179,6 +179,7 @@ def test_a_nul_is_refused(path):
         ("", "the path is empty"),
         ("~/model.safetensors", "'~' is not expanded"),
         ("s3://bucket/model", "this is an address"),
+        ("http://127.0.0.1:7000", "running seeds (tensorlift://host:port)"),
         ("nowhere/*.safetensors", "are not expanded here"),
         ("\ud800", "half a surrogate pair"),
     ],

@@ -17,7 +17,7 @@ from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer
 from tensorlift.forking.urls import followed, reached, split_url
 from tensorlift.format.quoting import clean, quote
 
-__all__ = ["SeedClient", "UnreachableError"]
+__all__ = ["SeedClient"]
 
 _LONGEST_ANSWER, _LONGEST_RANKS = 1 << 20, 8 << 20
 _WHY = {
@@ -27,10 +27,6 @@ _WHY = {
     "lapsed": "the lease has lapsed, or the weights have changed since",
 }
 _T = TypeVar("_T")
-
-
-class UnreachableError(SeedError):
-    """Nobody has answered."""
 
 
 class SeedClient:
@@ -130,11 +126,15 @@ class SeedClient:
         except ssl.SSLCertVerificationError as error:
             raise SeedError(
                 f"{self.url} shows a certificate that is not trusted here: {clean(error.verify_message)}; "
-                "give the file of who signed it as ca"
+                "give the file of who signed it as ca (--ca; SSL_CERT_FILE where there is no such option)"
             ) from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             said = clean(str(error)) or type(error).__name__
-            raise UnreachableError(f"{self.url} cannot be reached: {said}{self._named}") from None
+            raise SeedError(
+                f"{self.url} cannot be reached: {said}{self._named}; look whether the seed runs, listens on "
+                f"an address that this host reaches (host=), and is {self._place.scheme}://",
+                answered=False,
+            ) from None
         finally:
             connection.close()
         if len(found) > longest:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tensorlift.engine.abi_fork import Places
-from tensorlift.errors import ForkError, OptionError, RequestError, SeedError, TensorliftError
+from tensorlift.errors import ForkError, OptionError, RequestError, TensorliftError
 from tensorlift.forking.chunks import DIGESTS, ChunkQueue
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
@@ -80,8 +80,8 @@ def fork_into(
     seed, at most 64. patience: seconds that a seed may do nothing, or keep a fork waiting (and see pace.py).
     chunk_bytes: or "16MiB". transports: those that may be taken. Names, dtypes, shapes and strides are
     compared before a byte is written. digests: "full", each chunk is compared with its digest; "sample", some
-    are (see chunks.checked); "off", none is. With the first two whole tensors in host memory are compared too,
-    where the seed publishes their digests. Epochs are always compared. part_of: what the seed was seen to
+    are (see chunks.checked); "off", none is. With the first two, whole tensors in host memory are compared
+    too, where the seed publishes their digests. Epochs are always compared. part_of: what the seed was seen to
     have, and has still; the model is a part.
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
@@ -242,7 +242,7 @@ def _sources(clients: Sequence[SeedClient], wanted: _Wanted, left: dict[str, str
     """The seeds that offer what is wanted, in the same regions; raises why there is none."""
     layouts = [Layout(one.name, one.dtype, one.shape, one.stride) for one in wanted.ours.tensors]
     found: list[Source] = []
-    first: ForkError | None = None
+    problems: list[ForkError] = []
     for client in clients:
         try:
             if wanted.key is not None:
@@ -250,7 +250,7 @@ def _sources(clients: Sequence[SeedClient], wanted: _Wanted, left: dict[str, str
             manifest = client.manifest() if wanted.part_of is None else _same(client, wanted.part_of)
             _check(client, manifest, wanted, layouts)
         except ForkError as error:
-            first = first or error
+            problems.append(error)
             left[client.url] = str(error).removeprefix(client.url).lstrip(": ")
             continue
         if found and not _alike(found[0].manifest, manifest):
@@ -259,7 +259,11 @@ def _sources(clients: Sequence[SeedClient], wanted: _Wanted, left: dict[str, str
             left.pop(client.url, None)
             found.append(Source(client, manifest))
     if not found:
-        raise first or SeedError("no seed has answered")
+        raise (
+            problems[0]
+            if len(problems) == 1
+            else ForkError(f"none of {len(problems)} seeds can be read: " + "; ".join(map(str, problems)))
+        )
     return found
 
 
@@ -281,7 +285,12 @@ def _check(client: SeedClient, manifest: Manifest, wanted: _Wanted, layouts: Seq
             "the same model and ranks"
         )
     if unlike := differences(manifest, layouts, part=wanted.part_of is not None):
-        raise ForkError(f"{client.url} has other weights than the model here: " + "; ".join(unlike))
+        raise ForkError(
+            f"{client.url} has other weights than the model here: "
+            + "; ".join(unlike)
+            + "; make it as the seed's was made: the same configuration and dtype, in the same state "
+            "(before or after processing), and the module itself, not its state_dict()"
+        )
     if not any(offer.kind in wanted.kinds for offer in manifest.transports):
         raise ForkError(f"{client.url} offers no transport that this fork takes: {', '.join(wanted.kinds)}")
 

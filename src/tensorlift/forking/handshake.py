@@ -16,7 +16,10 @@ import secrets
 import socket
 from collections.abc import Callable
 
-__all__ = ["introduce", "receive", "welcome"]
+__all__ = ["NOT_TAKEN", "introduce", "receive", "welcome"]
+
+# The seed has not said which: over HTTP one without a token takes any.
+NOT_TAKEN = "the seed does not take this token or lease; a seed without a token wants none: leave it out"
 
 _HELLO, _RANDOM_BYTES, _LEASE_BYTES, _CODE_BYTES = b"TLH1", 32, 32, 32
 _FORK, _SEED = b"tensorlift fork", b"tensorlift seed"
@@ -53,7 +56,7 @@ def introduce(peer: socket.socket, token: str, lease: str) -> None:
     try:
         code = receive(peer, _CODE_BYTES)
     except ConnectionError:
-        raise ConnectionRefusedError("the seed does not take this token or lease") from None
+        raise ConnectionRefusedError(NOT_TAKEN) from None
     if not hmac.compare_digest(code, _code(token, _SEED, theirs, ours, given)):
         raise ConnectionRefusedError("the seed does not know the token: it may be another process")
 

@@ -7,7 +7,7 @@ import threading
 import time
 
 from tensorlift.errors import OptionError, SeedError
-from tensorlift.forking.client import SeedClient, UnreachableError
+from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
 from tensorlift.forking.ranks import JoinRequest
 
@@ -44,8 +44,8 @@ class Joined:
         while True:
             try:
                 return self._joined()
-            except UnreachableError:
-                if not time.monotonic() + _BETWEEN_TRIES < end:  # also where the end is not a number
+            except SeedError as error:
+                if error.answered or time.monotonic() + _BETWEEN_TRIES >= end:
                     raise
                 time.sleep(_BETWEEN_TRIES)
 

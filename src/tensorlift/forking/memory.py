@@ -10,6 +10,7 @@ from tensorlift.engine import abi, abi_fork
 from tensorlift.engine.abi_fork import Origin, OriginKind
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.connection import NotHereError, SocketConnection
+from tensorlift.forking.handshake import NOT_TAKEN
 from tensorlift.forking.manifest import Offer
 from tensorlift.forking.sender import Sender
 
@@ -54,7 +55,7 @@ class MemoryConnection(SocketConnection):
         if server is None:
             raise NotHereError("the seed is in another process")
         if not server.sender.knows(token, lease):
-            raise ConnectionRefusedError("the seed does not take this token or lease")
+            raise ConnectionRefusedError(NOT_TAKEN)
         self._server, self.is_fetching = server, False
         here = [
             Origin(OriginKind.HERE, 0, region.address, region.nbytes)

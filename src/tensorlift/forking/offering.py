@@ -64,16 +64,16 @@ def named_tensors(model: object) -> list[Named]:
         for name, value in model.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
                 raise RequestError(
-                    "what is offered is a torch.nn.Module or a dict of names and tensors; under "
+                    "seed and fork take a torch.nn.Module or a dict of names and tensors; under "
                     f"{name!r} is a {type(value).__name__}"
                 )
         found = [Named(name, tensor, "parameter") for name, tensor in model.items()]
     else:
         raise RequestError(
-            f"what is offered is a torch.nn.Module or a dict of tensors, not a {type(model).__name__}"
+            f"seed and fork take a torch.nn.Module or a dict of tensors, not a {type(model).__name__}"
         )
     if not found:
-        raise RequestError("the model has no tensors to offer")
+        raise RequestError("the model has no tensors")
     return found
 
 
@@ -156,7 +156,10 @@ def _problem(tensor: torch.Tensor) -> str | None:
     if type(tensor) not in _PLAIN:
         return f"is a {type(tensor).__name__}, whose bytes are known to it alone; offer the tensors inside"
     if tensor.is_meta:
-        return "is on the meta device and has no memory; load the weights first"
+        return (
+            "is on the meta device and has no memory; load the weights first, or, to fork into it, "
+            "to_empty(device=...)"
+        )
     if tensor.device.type not in ("cpu", "cuda"):
         return f"is on {tensor.device}, which is not supported; move it to the CPU or to a CUDA device"
     if tensor.layout is not torch.strided:

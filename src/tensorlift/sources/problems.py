@@ -91,7 +91,10 @@ def _why_nothing(path: str) -> str:
     if path.startswith("~"):
         return "no such file or folder ('~' is not expanded here: use os.path.expanduser)"
     if "://" in path:
-        return "this is an address; only local paths and Hub ids ('organisation/name') can be loaded"
+        return (
+            "this is an address; what can be loaded are local paths, Hub ids ('organisation/name') and "
+            "running seeds (tensorlift://host:port)"
+        )
     if any(c in path for c in "*?["):
         return (
             "no such file or folder ('*', '?' and '[' are not expanded here: give the folder, or glob.glob)"
