@@ -27,9 +27,10 @@ def seed(
 
     model: a torch.nn.Module (parameters, buffers, derived tensors) or a dict of tensors. key: which weights
     they are; the name of a model stands for ModelKey(model=name), a whole one. token: what forks have to
-    know; needed where host is not loopback. limit: such as "2GB/s". join: the URL of another seed, behind
-    which this one stands as another rank or role. Other options are those of Seed. Raises RequestError,
-    OptionError, SeedError where another seed cannot be joined, OSError where nobody can listen there.
+    know; needed where host is not loopback. limit: such as "2GB/s", or "25%" of the network's rate. join: the
+    URL of another seed, behind which this one stands as another rank or role. Other options are those of
+    Seed. Raises RequestError, OptionError, SeedError where another seed cannot be joined, OSError where
+    nobody can listen there.
     """
     return Seed(model, key, host=host, port=port, token=token, limit=limit, **options)
 

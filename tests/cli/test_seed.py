@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from typer.testing import CliRunner
 
 import tensorlift
@@ -122,7 +123,32 @@ def test_a_seed_of_an_address_that_others_reach(written: Written) -> None:
         assert ended(child, signal.SIGTERM) == (0, "")
 
 
-def test_what_is_refused_before_a_load(written: Written, tmp_path: Path) -> None:
+def test_a_seed_under_tls(written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    cert, key, ca = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
+    cert.write_bytes(b"".join(blob.bytes() for blob in made.cert_chain_pems))
+    made.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(ca)
+    with seeding(written.path, "--tls-cert", cert, "--tls-key", key) as (child, said):
+        assert said["source"] == said["url"].replace("https://", "tensorlift+https://") + "/model"
+        for number, url in enumerate((said["url"], said["source"])):
+            code, out, err = run("fork", url, "--out", tmp_path / f"{number}", "--ca", ca)
+            assert (code, err) == (0, "")
+            assert f"from {said['url']} in" in out
+            assert_state(tensorlift.load(tmp_path / f"{number}"), written.tensors, ordered=False)
+        code, _, err = run("fork", said["url"], "--out", tmp_path / "no")
+        assert (code, "a certificate that is not trusted here" in err, "(--ca" in err) == (4, True, True)
+        code, _, err = run("fork", said["url"], "--out", tmp_path / "no", "--ca", tmp_path / "none")
+        assert (code, "expected a file of certificates" in err) == (2, True)
+        monkeypatch.setenv("SSL_CERT_FILE", str(ca))
+        assert run("load", said["source"])[0] == 0
+        assert ended(child, signal.SIGTERM) == (0, "")
+
+
+def test_what_is_refused_before_a_load(
+    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, _, err = run("seed", "nowhere", "--port", taken.getsockname()[1])
     assert code == 3
@@ -131,7 +157,14 @@ def test_what_is_refused_before_a_load(written: Written, tmp_path: Path) -> None
     code, _, err = run("seed", "nowhere", "--limit", "fast")
     assert (code, "--limit is 'fast'" in err) == (2, True)
     code, _, err = run("seed", "nowhere", "--limit", "25%")
-    assert (code, "--limit is '25%', but the kernel does not tell how fast" in err) == (2, True)
+    assert (code, "--limit is '25%', but the kernel does not tell" in err) == (2, True)
+    monkeypatch.setattr(verb, "link_rate", lambda host: 10**9)
+    assert run("seed", "nowhere", "--limit", "25%")[0] == 1
+    for given in (("--tls-cert", "a"), ("--tls-key", "a")):
+        code, _, err = run("seed", "nowhere", *given)
+        assert (code, "--tls-cert and --tls-key go together" in err) == (2, True)
+    code, _, err = run("seed", "nowhere", "--tls-cert", "a", "--tls-key", "b")
+    assert (code, "No such file or directory: 'a'" in err) == (2, True)
     assert run("seed", "nowhere", "--token-file", tmp_path / "none")[0] == 2
     assert run("seed", "nowhere", "--readers", 0)[0] == 2
     code, _, err = run("seed", "nowhere")

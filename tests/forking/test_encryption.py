@@ -10,12 +10,14 @@ import pytest
 import torch
 import trustme
 
+import tensorlift
 from support import leaks
-from tensorlift.errors import OptionError, SeedError
+from tensorlift.errors import OptionError, RequestError, SeedError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import fork_context, seed_context
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.remote import url_of
 from tensorlift.forking.seed import Seed
 
 
@@ -66,6 +68,23 @@ def test_a_certificate_that_is_not_trusted(files: tuple[Path, Path, Path]) -> No
             SeedClient(seed.url.replace("127.0.0.1", "localhost"), ca=ca).state()
 
 
+def test_a_seed_under_tls_as_a_path(files: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, secret, ca = files
+    with Seed({"a": torch.ones(9)}, ModelKey(model="m", processed=False), tls=(chain, secret)) as seed:
+        url = url_of(seed.url, "m")
+        with pytest.raises(SeedError, match=r"is not trusted here: .*SSL_CERT_FILE"):
+            tensorlift.load(url)
+        monkeypatch.setenv("SSL_CERT_FILE", str(ca))
+        assert (tensorlift.load(url)["a"] == 1).all()
+        into = {"a": torch.zeros(9)}
+        tensorlift.load_into(into, url)
+        assert (into["a"] == 1).all()
+        with pytest.raises(RequestError, match="a seed is no file: load, open and load_into take one"):
+            tensorlift.load([url])
+        with pytest.raises(SeedError, match=r"cannot be reached: .* and is http://"):
+            tensorlift.load(url.replace("+https", ""))
+
+
 def test_who_does_not_speak_tls(files: tuple[Path, Path, Path]) -> None:
     chain, secret, ca = files
     seed = Seed({"a": torch.ones(9)}, "m", tls=(chain, secret))
@@ -103,6 +122,8 @@ def test_what_is_no_tls(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
     for bad in [(chain, other), (chain,), (chain, chain), ("no", "files"), 5]:
         with pytest.raises(OptionError, match=r"tls is .*; expected"):
             seed_context(bad)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"tls is .*No such file or directory: 'files'"):
+        seed_context((chain, "files"))
     for nothing in ("nowhere", secret, 5):
         with pytest.raises(OptionError, match=r"ca is .*; expected a file of certificates"):
             fork_context(nothing)  # type: ignore[arg-type]

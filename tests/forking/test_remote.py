@@ -44,7 +44,9 @@ def seed() -> Iterator[Seed]:
 
 def test_urls() -> None:
     assert url_of("http://[::1]:80", "org/a model?") == "tensorlift://[::1]:80/org/a%20model%3F"
+    assert url_of("https://10.0.0.7:80", "m") == "tensorlift+https://10.0.0.7:80/m"
     assert is_seed("tensorlift://h:1")
+    assert is_seed("tensorlift+https://h:1/m")
     assert not any(map(is_seed, ["h:1", "http://h:1", b"tensorlift://h:1", ["tensorlift://h:1"], None]))
 
 
@@ -53,7 +55,7 @@ def test_urls() -> None:
     [
         "tensorlift://", "tensorlift://host", "tensorlift://host/key", "tensorlift://host:x/", "tensorlift://:1",
         "tensorlift://host:99999", "tensorlift://user:word@host:1/key", "tensorlift://host:1/key?a=b",
-        "tensorlift://host:1/key#a", "http://host:1",
+        "tensorlift://host:1/key#a", "http://host:1", "tensorlift+http://host:1", "tensorlift+https://host",
     ],
 )  # fmt: skip
 def test_what_is_no_url(url: str) -> None:

@@ -26,11 +26,16 @@ _TOGETHER_BYTES = 256 << 20
 @guarded
 def command(
     url: str = typer.Argument(
-        metavar="URL", help="Of a seed: http://host:port, or tensorlift://host:port/key to be sure which."
+        metavar="URL", help="Of a seed: http(s)://host:port, or tensorlift://host:port/key to be sure which."
     ),
     out: Path = typer.Option(..., metavar="DIR", help="The folder to write to; made if it is not there."),
     token_file: str | None = typer.Option(
         None, metavar="FILE", help="A file with the token of the seed. [TENSORLIFT_TOKEN]"
+    ),
+    ca: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Certificates (PEM) that a seed under TLS is trusted by; else the system's.",
     ),
     force: bool = typer.Option(False, "--force", help="Replace a checkpoint that is there."),
     progress: bool | None = typer.Option(
@@ -42,11 +47,11 @@ def command(
     token = token_of(token_file)
     with at_once():
         from tensorlift.bench.cases import Spec, write_tensors
-        from tensorlift.forking.remote import SCHEME, SeedCheckpoint
+        from tensorlift.forking.remote import SeedCheckpoint, source_of
         from tensorlift.format import dtypes
 
     begin = time.perf_counter()
-    seed = SeedCheckpoint(url.replace("http://", SCHEME, 1), token, as_it_is=True)
+    seed = SeedCheckpoint(source_of(url), token, ca=ca, as_it_is=True)
     specs = [
         Spec(name, dtypes.ALL[kind].code, shape)
         for name, kind, shape in zip(seed.names, seed.dtypes.tolist(), seed.shapes, strict=True)

@@ -13,7 +13,8 @@ import typer
 
 from tensorlift.cli.console import guarded, told
 from tensorlift.cli.interrupts import at_once, until_terminated
-from tensorlift.errors import MachineError
+from tensorlift.errors import MachineError, OptionError
+from tensorlift.forking.encryption import seed_context
 from tensorlift.forking.links import link_rate
 from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.tokens import token_of
@@ -21,6 +22,7 @@ from tensorlift.format.quoting import plural, quote
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Sequence
 
     from tensorlift.forking.manifest import ModelKey
@@ -40,8 +42,12 @@ def command(
     insecure: bool = typer.Option(
         False, "--insecure", help="Without a token also where other machines reach it."
     ),
+    tls_cert: str | None = typer.Option(
+        None, metavar="FILE", help="Answer at https://, with these certificates (PEM)."
+    ),
+    tls_key: str | None = typer.Option(None, metavar="FILE", help="The key of --tls-cert (PEM)."),
     limit: str | None = typer.Option(
-        None, metavar="RATE", help='The most that it sends: "2GB/s", or "25%" of the network.'
+        None, metavar="RATE", help='The most that it sends: "2GB/s", or "25%" of the network; else all.'
     ),
     readers: int = typer.Option(8, min=1, help="The most forks at once."),
     key: str | None = typer.Option(
@@ -55,6 +61,7 @@ def command(
     """Load a checkpoint into host memory and offer it to other processes, until Ctrl-C or SIGTERM."""
     token = token_of(token_file)
     parse_limit(limit, "--limit", lambda: link_rate(host))
+    tls = _context(tls_cert, tls_key)
     with at_once():
         from tensorlift.forking.listener import Listener
         from tensorlift.forking.remote import url_of
@@ -70,12 +77,20 @@ def command(
         with _listening(host, port):
             seed = Seed(
                 tensors, model, host=host, port=port, token=token or None, insecure=insecure, limit=limit,
-                readers=readers,
+                readers=readers, tls=tls,
             )  # fmt: skip
         with seed:
             urls = {"url": seed.url, "source": url_of(seed.url, model.model)}
             _print(facts | {"key": model.model} | urls, as_json)
             _rest()
+
+
+def _context(certificates: str | None, key: str | None) -> ssl.SSLContext | None:
+    if (certificates is None) != (key is None):
+        raise OptionError(
+            "--tls-cert and --tls-key go together: a file of certificates, and one of their key"
+        )
+    return None if certificates is None or key is None else seed_context((certificates, key))
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ def seed_context(tls: Tls | None) -> ssl.SSLContext | None:
         return tls
     try:
         certificates, key = tls
+        for path in (certificates, key):
+            open(path, "rb").close()  # ssl does not say which one is not there
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         # Else a key that is encrypted would have the terminal asked.
         context.load_cert_chain(certificates, key, password="")

@@ -81,8 +81,8 @@ def fork_into(
     chunk_bytes: or "16MiB". transports: those that may be taken. Names, dtypes, shapes and strides are
     compared before a byte is written. digests: "full", each chunk is compared with its digest; "sample", some
     are (see chunks.checked); "off", none is. With the first two, whole tensors in host memory are compared
-    too, where the seed publishes their digests. Epochs are always compared. part_of: what the seed was seen to
-    have, and has still; the model is a part.
+    too, where the seed publishes their digests. Epochs always are. part_of: what the seed was seen to have,
+    and has still; the model is a part.
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
     then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that

@@ -1,4 +1,5 @@
-"""A seed as a checkpoint: ``tensorlift://host:port/key`` where a path may stand.
+"""A seed as a checkpoint: ``tensorlift://host:port/key`` where a path may stand; ``tensorlift+https://`` for
+one under TLS.
 
 Its tensors are a table like that of files, so that names, dtypes and shapes are asked for, compared and
 refused alike; their bytes come by forks of some tensors at a time. All are of one epoch of one instance: what
@@ -18,6 +19,7 @@ import torch
 
 from tensorlift.errors import ForkError, ManifestError, OptionError, OutOfMemoryError, RequestError
 from tensorlift.forking.client import SeedClient
+from tensorlift.forking.encryption import Ca
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import SPLITS, Manifest, ModelKey, Tensor
 from tensorlift.forking.tokens import TOKEN_VARIABLE, token_of
@@ -30,15 +32,16 @@ from tensorlift.options import LoadOptions
 from tensorlift.tensors.filling import copy_into
 
 __all__ = [
-    "SCHEME",
     "SeedCheckpoint",
     "allocated",
     "check_options",
     "is_seed",
+    "source_of",
     "url_of",
 ]
 
-SCHEME = "tensorlift://"
+# As a path, and as what is asked.
+_SCHEMES = {"tensorlift://": "http://", "tensorlift+https://": "https://"}
 
 _MOST_BYTES = 1 << 62
 # What says how files are read, or who else reads them, means nothing here, and must not be passed over.
@@ -55,12 +58,20 @@ Told = Callable[[int], object]
 
 def is_seed(path: object) -> bool:
     """Whether a path is the URL of a seed."""
-    return isinstance(path, str) and path.startswith(SCHEME)
+    return isinstance(path, str) and path.startswith(tuple(_SCHEMES))
 
 
 def url_of(url: str, model: str) -> str:
     """How load(), open() and load_into() call a seed: from its http://host:port and its key's model."""
-    return f"{SCHEME}{urllib.parse.urlsplit(url).netloc}/{urllib.parse.quote(model)}"
+    return f"{source_of(url)}/{urllib.parse.quote(model)}"
+
+
+def source_of(url: str) -> str:
+    """A seed's URL as it stands where a path may: that of http:// or https://; any other text as it is."""
+    for ours, asked in _SCHEMES.items():
+        if url.startswith(asked):
+            return ours + url.removeprefix(asked)
+    return url
 
 
 def check_options(path: object, **given: object) -> None:
@@ -80,16 +91,19 @@ def check_options(path: object, **given: object) -> None:
 class SeedCheckpoint(Checkpoint):
     """What a seed offers, in one epoch, as the table of a checkpoint's tensors; nothing is read yet."""
 
-    def __init__(self, url: str, token: str | None = None, *, as_it_is: bool = False) -> None:
-        """Asks the seed. ``token``: TENSORLIFT_TOKEN where it is None. ``as_it_is``: also for what is no
-        whole checkpoint.
+    def __init__(
+        self, url: str, token: str | None = None, *, ca: Ca | None = None, as_it_is: bool = False
+    ) -> None:
+        """Asks the seed. ``token``: TENSORLIFT_TOKEN where it is None. ``ca``: whom one under TLS is trusted
+        by, else whom the system trusts (and SSL_CERT_FILE). ``as_it_is``: also for what is no whole
+        checkpoint.
 
         Raises RequestError for what is no such URL, SeedError, ManifestError, and ForkError where the seed
         has another model, or weights that are not those of a checkpoint.
         """
         base, model = _parsed(url)
         token = token_of() if token is None else token
-        self.client, self.token = SeedClient(base, token), token
+        self.client, self.token, self._ca = SeedClient(base, token, ca=ca), token, ca
         self.manifest = self.client.manifest()
         if model and model != self.manifest.key.model:
             raise ForkError(
@@ -171,6 +185,7 @@ class SeedCheckpoint(Checkpoint):
                 tensors,
                 self.client.url,
                 token=self.token or None,
+                ca=self._ca,
                 part_of=self.manifest,
                 # What comes has gaps between tensors too, and what is one under two names comes once.
                 progress=lambda done, total: told(before + done * nbytes // max(total, 1)),
@@ -182,15 +197,18 @@ class SeedCheckpoint(Checkpoint):
 
 def _parsed(url: str) -> tuple[str, str]:
     """(http://host:port, model) of a seed's URL."""
-    address, _, model = url.removeprefix(SCHEME).partition("/")
+    ours = next((one for one in _SCHEMES if url.startswith(one)), "")
+    scheme = _SCHEMES.get(ours)
+    address, _, model = url.removeprefix(ours).partition("/")
     try:
-        place = split_url(f"http://{address}")
+        place = None if scheme is None else split_url(f"{scheme}{address}")
     except RequestError:
         place = None
-    if place is None or not url.startswith(SCHEME) or "@" in address or {*"?#"} & {*model}:
+    if place is None or "@" in address or {*"?#"} & {*model}:
         raise RequestError(
-            f"{quote(url, 300)} is no seed; it looks like {SCHEME}host:port/key, where the key is quoted as "
-            f"in any URL and may be left out; a token is given by {TOKEN_VARIABLE}"
+            f"{quote(url, 300)} is no seed; it looks like tensorlift://host:port/key, under TLS "
+            "tensorlift+https://host:port/key, where the key is quoted as in any URL and may be left out; a "
+            f"token is given by {TOKEN_VARIABLE}"
         )
     return place.url, urllib.parse.unquote(model)
 

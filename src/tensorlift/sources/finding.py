@@ -135,7 +135,7 @@ def _as_text(path: object) -> str:
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise TypeError(f"path: wanted str, bytes or os.PathLike, found {type(path).__name__}")
     text = os.fsdecode(path)
-    if text.startswith("tensorlift://"):
+    if text.startswith(("tensorlift://", "tensorlift+https://")):
         raise RequestError(
             f"{clean(text)}: a seed is no file: load, open and load_into take one, alone; 'tensorlift fork' "
             "writes its tensors to files"
