@@ -142,6 +142,7 @@ def test_tokens_and_who_is_not_there(tmp_path: Path) -> None:
     assert (code, "cannot be reached" in err) == (4, True)
     code, _, err = run("fork", "ftp://h", "--out", tmp_path / "other")
     assert (code, "it looks like tensorlift://host:port" in err) == (2, True)
+    assert "takes http://host:port and https://host:port too" in err
     assert not (tmp_path / "other").exists()
 
 

@@ -81,7 +81,7 @@ def test_a_seed_under_tls_as_a_path(files: tuple[Path, Path, Path], monkeypatch:
         assert (into["a"] == 1).all()
         with pytest.raises(RequestError, match="a seed is no file: load, open and load_into take one"):
             tensorlift.load([url])
-        with pytest.raises(SeedError, match=r"cannot be reached: .* and is http://"):
+        with pytest.raises(SeedError, match=r"cannot be reached: .* and answers at http://, not https://"):
             tensorlift.load(url.replace("+https", ""))
 
 

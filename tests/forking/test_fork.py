@@ -209,6 +209,8 @@ def test_who_is_not_there(seed: Seed) -> None:
     assert result.left[0].startswith(f"{away}: cannot be reached: ")
     with pytest.raises(ForkError, match=r"^none of 2 seeds can be read: .* cannot be reached: .*; http.*'b'"):
         fork_into(model, [away, seed.url], key="b")
+    with pytest.raises(SeedError, match="none of 2 seeds"):
+        fork_into(model, [away, away])
     with pytest.raises(RequestError, match=r"there is no seed to fork from"):
         fork_into(Model(2), [])
 

@@ -130,9 +130,10 @@ class SeedClient:
             ) from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             said = clean(str(error)) or type(error).__name__
+            scheme, other = ("http", "https") if self._context is None else ("https", "http")
             raise SeedError(
                 f"{self.url} cannot be reached: {said}{self._named}; look whether the seed runs, listens on "
-                f"an address that this host reaches (host=), and is {self._place.scheme}://",
+                f"an address that this host reaches (host=), and answers at {scheme}://, not {other}://",
                 answered=False,
             ) from None
         finally:

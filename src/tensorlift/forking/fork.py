@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tensorlift.engine.abi_fork import Places
-from tensorlift.errors import ForkError, OptionError, RequestError, TensorliftError
+from tensorlift.errors import ForkError, OptionError, RequestError, SeedError, TensorliftError
 from tensorlift.forking.chunks import DIGESTS, ChunkQueue
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
@@ -259,12 +259,16 @@ def _sources(clients: Sequence[SeedClient], wanted: _Wanted, left: dict[str, str
             left.pop(client.url, None)
             found.append(Source(client, manifest))
     if not found:
-        raise (
-            problems[0]
-            if len(problems) == 1
-            else ForkError(f"none of {len(problems)} seeds can be read: " + "; ".join(map(str, problems)))
-        )
+        raise _none_of(problems)
     return found
+
+
+def _none_of(problems: Sequence[ForkError]) -> ForkError:
+    """What to raise where no seed can be read, for these reasons."""
+    if len(problems) == 1:
+        return problems[0]
+    kind = SeedError if all(isinstance(problem, SeedError) for problem in problems) else ForkError
+    return kind(f"none of {len(problems)} seeds can be read: " + "; ".join(map(str, problems)))
 
 
 def _same(client: SeedClient, seen: Manifest) -> Manifest:

@@ -207,8 +207,9 @@ def _parsed(url: str) -> tuple[str, str]:
     if place is None or "@" in address or {*"?#"} & {*model}:
         raise RequestError(
             f"{quote(url, 300)} is no seed; it looks like tensorlift://host:port/key, under TLS "
-            "tensorlift+https://host:port/key, where the key is quoted as in any URL and may be left out; a "
-            f"token is given by {TOKEN_VARIABLE}"
+            "tensorlift+https://host:port/key, where the key is quoted as in any URL and may be left out "
+            "('tensorlift fork' takes http://host:port and https://host:port too); a token is given by "
+            f"{TOKEN_VARIABLE}"
         )
     return place.url, urllib.parse.unquote(model)
 
