@@ -114,8 +114,7 @@ class Seed:
                 self._offering.memories, self._is_live, host=host, token=token, limit=rate,
                 transports=transports,
             )  # fmt: skip
-            known = checked_digests(digests, self._offering)
-            self._makes_digests = digests is True
+            self._makes_digests, known = digests is True, checked_digests(digests, self._offering)
             self._publish(made_digests(self._offering) if self._makes_digests else known)
             self._http.start()
             if front is not None:
