@@ -103,6 +103,7 @@ def changed(at: int, **more: Any) -> tuple[Tensor, ...]:
         (made(changed(1, offset=65)), "'b' ends at byte 77 of region 0, which has 76"),
         (made(changed(1, region=2)), "'b' is in region 2 of 2"),
         (made(changed(1, region=-1)), "'b' has 12 bytes, and no region"),
+        (made(changed(1, shape=(0,))), "'b' has no bytes, and is in region 0"),
         (made(changed(1, name="a")), "'a' is there twice"),
         (made(changed(1, dtype="float3")), "'b' has dtype 'float3', which is unknown here"),
         (made(changed(1, stride=(1, 1))), "'b' has 1 dimension and 2 strides"),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorlift.engine.abi_fork import Memory
+from tensorlift.errors import ForkError
 from tensorlift.forking.manifest import Tensor
 from tensorlift.forking.matching import copies_of, errands
 from tensorlift.forking.offering import Offering, named_tensors, offer
@@ -97,6 +98,25 @@ def test_what_is_one_there_may_be_two_here() -> None:
     }
     run(offer(named_tensors(theirs)), offer(named_tensors(ours)), 33)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_what_is_two_there_cannot_be_one_here() -> None:
+    """Else one would have the other's bytes."""
+    shared = torch.zeros(1000)
+    theirs = offer(named_tensors({"a": torch.rand(1000), "b": torch.rand(1000), "c": torch.rand(5)}))
+    for mine in (shared, shared.clone()[:1000]):
+        ours = {"a": shared, "b": mine, "c": mine[5:10]}
+        with pytest.raises(ForkError, match=r"tensors here share memory.*'(a|b)', '(b|c)'"):
+            copies_of(theirs.tensors, offer(named_tensors(ours)).tensors, offer(named_tensors(ours)).memories)
+
+
+def test_a_seed_that_says_that_all_is_in_one_place() -> None:
+    """Each byte of it goes to many places; that takes no time that grows with their square."""
+    count = 30_000
+    there = [Tensor(f"t{k}", "uint8", (1000,), (1,), 0, k % 7) for k in range(count)]
+    here = [Tensor(f"t{k}", "uint8", (1000,), (1,), 0, k * 1000) for k in range(count)]
+    found = errands(copies_of(there, here, [Memory(1 << 40, count * 1000)]), 8 << 20)
+    assert sum(int(places[:, 1].sum()) for _, places, _ in found) == count * 1000
 
 
 def test_tied_tensors_move_once() -> None:

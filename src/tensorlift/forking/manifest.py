@@ -254,6 +254,9 @@ def _problem(tensor: Tensor, sizes: Sequence[int]) -> str | None:
     span = span_bytes(tensor.dtype, tensor.shape, tensor.stride)
     if tensor.region == NOWHERE:
         return None if span == 0 else f"has {plural(span, 'byte')}, and no region"
+    if span == 0:
+        # Whoever took it for one with bytes would write some that are another's.
+        return f"has no bytes, and is in region {tensor.region}"
     if tensor.region >= len(sizes):
         return f"is in region {tensor.region} of {len(sizes)}"
     if tensor.offset + span > sizes[tensor.region]:

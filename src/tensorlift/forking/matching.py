@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,8 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorlift.engine.abi_fork import Memory
+from tensorlift.errors import ForkError
 from tensorlift.forking.chunks import Chunk, cut
-from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, Tensor
+from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, Tensor, span_bytes
+from tensorlift.format.quoting import quote
 from tensorlift.plan.extents import Extents, merge_extents
 
 __all__ = ["Copies", "Errand", "copies_of", "errands"]
@@ -19,6 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 # Bytes between two wanted runs that are moved and dropped rather than asked around: padding, alignment.
 _GAP_BYTES = 64 << 10
+_SHOWN = 4
 
 
 class Copies(NamedTuple):
@@ -52,7 +57,8 @@ def copies_of(theirs: Sequence[Tensor], ours: Sequence[Tensor], memories: Sequen
     """What to copy so that our tensors are as theirs of the same names, which have the same layout.
 
     memories: our regions. Tensors with holes between their elements are copied run by run,
-    so that what lies in the holes stays.
+    so that what lies in the holes stays. Raises ForkError where two of our tensors share memory that those of
+    the seed do not share in the same way: one of them would be wrong.
     """
     here: Mapping[str, Tensor] = {tensor.name: tensor for tensor in ours}
     rows: list[tuple[Ints, ...]] = []
@@ -72,7 +78,37 @@ def copies_of(theirs: Sequence[Tensor], ours: Sequence[Tensor], memories: Sequen
             rows.append((tensor.region * full, offsets, nbytes * full, places, device * full))
     columns = np.array(dense, np.int64).reshape(-1, 5).T
     parts = [tuple(columns), *rows]
-    return _once(Copies(*(np.concatenate([part[at] for part in parts]) for at in range(5))))
+    copies = _once(Copies(*(np.concatenate([part[at] for part in parts]) for at in range(5))))
+    if (place := _written_twice(copies)) is not None:
+        raise ForkError(
+            f"tensors here share memory, and those of the seed do not share it alike: "
+            f"{_names_at(place, ours, memories)}; the bytes of one would be written over those of another: "
+            "tie or untie them as they are in the seed"
+        )
+    return copies
+
+
+def _written_twice(copies: Copies) -> tuple[int, int] | None:
+    """(address, device) of a byte that more than one run goes to, if there is one."""
+    order = np.lexsort((copies.addresses, copies.devices))
+    starts, devices = copies.addresses[order], copies.devices[order]
+    stops = starts + copies.nbytes[order]
+    # The first that overlaps any before it overlaps the one just before it.
+    twice = np.flatnonzero((np.diff(devices) == 0) & (starts[1:] < stops[:-1]))
+    return (int(starts[twice[0] + 1]), int(devices[twice[0] + 1])) if len(twice) else None
+
+
+def _names_at(place: tuple[int, int], ours: Sequence[Tensor], memories: Sequence[Memory]) -> str:
+    """Some of our tensors that lie around an address of a device."""
+    address, device = place
+    found = []
+    for tensor in ours:
+        if tensor.region == NOWHERE or _number(memories[tensor.region]) != device:
+            continue
+        begin = memories[tensor.region].address + tensor.offset
+        if begin <= address < begin + span_bytes(tensor.dtype, tensor.shape, tensor.stride):
+            found.append(quote(tensor.name))
+    return ", ".join(found[:_SHOWN])
 
 
 def _runs(tensor: Tensor) -> tuple[Ints, int]:
@@ -125,8 +161,10 @@ def errands(copies: Copies, chunk_bytes: int) -> list[Errand]:
     found: list[Errand] = []
     for device in np.unique(copies.devices).tolist():
         for layer in _layers(_where(copies, copies.devices == device)):
-            for region in np.unique(layer.regions).tolist():
-                found += _errands_of(region, _where(layer, layer.regions == region), chunk_bytes, device)
+            begins = np.flatnonzero(np.diff(layer.regions, prepend=-1)).tolist()
+            for begin, end in itertools.pairwise([*begins, len(layer.regions)]):
+                some = Copies(*(column[begin:end] for column in layer))
+                found += _errands_of(int(some.regions[0]), some, chunk_bytes, device)
     return found
 
 
@@ -135,22 +173,27 @@ def _where(copies: Copies, mask: npt.NDArray[np.bool_]) -> Copies:
 
 
 def _layers(copies: Copies) -> Iterator[Copies]:
-    """Those that share no byte of a region, then what is left: one byte may go to two places."""
-    while len(copies.regions):
-        stops = copies.offsets + copies.nbytes
-        taken = np.ones(len(stops), bool)
-        region, reach = -1, 0
-        # Most models have none that overlap: then one look is enough.
-        if ((np.diff(copies.regions) == 0) & (copies.offsets[1:] < stops[:-1])).any():
-            for at, (here, start, stop) in enumerate(
-                zip(copies.regions.tolist(), copies.offsets.tolist(), stops.tolist(), strict=True)
-            ):
-                if here == region and start < reach:
-                    taken[at] = False
-                else:
-                    region, reach = here, stop
-        yield _where(copies, taken)
-        copies = _where(copies, ~taken)
+    """Parts that share no byte of a region within themselves: one byte may go to two places."""
+    stops = copies.offsets + copies.nbytes
+    # Most models have none that overlap.
+    if not ((np.diff(copies.regions) == 0) & (copies.offsets[1:] < stops[:-1])).any():
+        yield copies
+        return
+    layers = np.zeros(len(stops), np.int64)
+    region, ends = -1, list[tuple[int, int]]()  # of the region's layers: where each ends, and its number
+    rows = zip(copies.regions.tolist(), copies.offsets.tolist(), stops.tolist(), strict=True)
+    for at, (here, start, stop) in enumerate(rows):
+        if here != region:
+            region, ends = here, []
+        if ends and ends[0][0] <= start:
+            layers[at] = ends[0][1]
+            heapq.heapreplace(ends, (stop, ends[0][1]))
+        else:
+            layers[at] = len(ends)
+            heapq.heappush(ends, (stop, len(ends)))
+    order = np.argsort(layers, kind="stable")
+    for some in np.split(order, np.flatnonzero(np.diff(layers[order])) + 1):
+        yield Copies(*(column[some] for column in copies))
 
 
 def _errands_of(region: int, copies: Copies, chunk_bytes: int, device: int) -> Iterator[Errand]:
