@@ -6,10 +6,12 @@ import string
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorlift.errors import OptionError
+from tensorlift.forking.fork import fork_into
 from tensorlift.forking.keys import checked_key, checked_token, told_key, what_is_there
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
@@ -85,3 +87,17 @@ def test_keys_in_messages() -> None:
     )
     many = [ModelKey(model=f"m{k}") for k in range(30)]
     assert what_is_there(many, ModelKey(model="x", tp=(0, 2))).endswith("'m19' (target) and 10 more")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("chunk_bytes", value) for value in (-5, 0, 1.5, True, "1")),
+        *(("connections", value) for value in (-1, 0, "2")),
+        *(("patience", value) for value in (0, -1, float("nan"), float("inf"), 1e9, "1")),
+    ],
+)
+def test_numbers_that_a_fork_cannot_work_with(name: str, value: Any) -> None:
+    """Chunks of fewer than no bytes were none: the fork said that it had all."""
+    with pytest.raises(OptionError, match=f"^{name} is "):
+        fork_into({"a": torch.zeros(5)}, "http://127.0.0.1:1", **{name: value})

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,7 @@ def test_an_update(seed: Seed) -> None:
     # The one that was stopped goes on where it was, and gets nothing.
     memory = np.zeros(100, np.uint8)
     places = np.array([[0, 100, memory.ctypes.data]], np.uint64)
-    chunk = errands(copies_of(old.tensors, old.tensors, [Memory(0, 0)] * len(old.regions)), 100)[0].chunk
+    chunk = errands(copies_of(old.tensors, old.tensors, apart(old.regions)), 100)[0].chunk
     assert connection.fetch(chunk, old.epoch, places, digest=True).outcome == Outcome.STALE
     connection.close()
     with pytest.raises(SeedError, match="has lapsed"):
@@ -116,13 +116,16 @@ def test_an_update_waits_for_its_readers(seed: Seed) -> None:
     assert client.state().epoch == 1
 
 
+def apart(regions: Sequence[object]) -> list[Memory]:
+    """Memory that nobody has, for places that are not used."""
+    return [Memory(at << 40, 0) for at in range(len(regions))]
+
+
 def read_one(client: SeedClient, lease: str) -> int:
     manifest = client.manifest()
     connection = connect(manifest.transports, TOKEN, lease, 60).connection
     places = np.zeros((0, 3), np.uint64)
-    chunk = errands(
-        copies_of(manifest.tensors, manifest.tensors, [Memory(0, 0)] * len(manifest.regions)), 100
-    )[0].chunk
+    chunk = errands(copies_of(manifest.tensors, manifest.tensors, apart(manifest.regions)), 100)[0].chunk
     outcome = connection.fetch(chunk, manifest.epoch, places, digest=True).outcome
     connection.close()
     return int(outcome)
@@ -315,6 +318,7 @@ def test_a_seed_on_all_addresses() -> None:
     ("more", "error", "says"),
     [
         ({"host": "0.0.0.0"}, RequestError, "give a token, or say insecure=True"),
+        ({"readers": 0}, OptionError, "readers is 0; expected a whole number from 1"),
         ({"limit": "fast"}, OptionError, "limit is 'fast'"),
         ({"token": ""}, OptionError, 'token is ""'),
         ({"token": "a\nb"}, OptionError, "cannot go into a header of HTTP"),

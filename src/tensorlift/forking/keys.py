@@ -1,4 +1,4 @@
-"""Keys and tokens as callers give them, checked; and keys as messages show them."""
+"""Keys, tokens, versions and numbers as callers give them, checked; and keys as messages show them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import msgspec
 
 from tensorlift.errors import OptionError
-from tensorlift.forking.manifest import SPLITS, ModelKey, rank_problem
+from tensorlift.forking.manifest import LONGEST_NAME, SPLITS, ModelKey, is_sendable, rank_problem
 from tensorlift.format.quoting import quote
 
-__all__ = ["checked_key", "checked_token", "told_key", "what_is_there"]
+__all__ = ["checked_count", "checked_key", "checked_token", "checked_weights", "told_key", "what_is_there"]
 
 _SHOWN = 20
 
@@ -23,7 +23,8 @@ def checked_key(key: object) -> ModelKey:
         raise OptionError(f"key is {quote(key)}; expected the name of a model or a ModelKey")
     try:
         made = msgspec.convert(msgspec.structs.asdict(key), ModelKey)
-    except msgspec.ValidationError as error:
+        msgspec.json.encode(made)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise OptionError(f"key is no ModelKey that can be sent: {error}") from None
     if problem := rank_problem(made):
         raise OptionError(f"key has {problem}; ranks count from 0")
@@ -49,6 +50,23 @@ def checked_token(token: str | None) -> str:
             "no spaces: secrets.token_urlsafe() makes such tokens"
         )
     return token
+
+
+def checked_weights(weights: str) -> str:
+    """A version of weights that every fork can read. Raises OptionError."""
+    if not isinstance(weights, str) or not is_sendable(weights):
+        raise OptionError(
+            f"weights is {quote(weights, 300)}; expected a str of at most {LONGEST_NAME:,} characters of "
+            "Unicode"
+        )
+    return weights
+
+
+def checked_count(value: int, name: str) -> int:
+    """A number of at least one. Raises OptionError, which names the option."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise OptionError(f"{name} is {value!r}; expected a whole number from 1")
+    return value
 
 
 def told_key(key: ModelKey) -> str:

@@ -26,6 +26,7 @@ from tensorlift.format.quoting import clean, plural, quote
 __all__ = [
     "ITEM_BYTES",
     "LONGEST_MANIFEST",
+    "LONGEST_NAME",
     "NOWHERE",
     "SPLITS",
     "Layout",
@@ -37,6 +38,7 @@ __all__ = [
     "decode",
     "differences",
     "encode",
+    "is_sendable",
     "layout_digest",
     "place_of",
     "rank_problem",
@@ -45,13 +47,15 @@ __all__ = [
 
 LONGEST_MANIFEST = 200_000_000
 """Bytes of its JSON, decompressed: ten times what 100,000 tensors with names of 60 characters take."""
+LONGEST_NAME = 4096
+"""Characters of a tensor's name, and of any other text."""
 NOWHERE = -1
 """The region of a tensor that has no bytes."""
 SPLITS = ("tp", "pp", "ep")
 """What of a ModelKey is a rank and a size."""
 
 _FORMAT, _VERSION = "tensorlift.manifest", 1
-_LONGEST_NAME, _MOST_DIMENSIONS = 4096, 64
+_MOST_DIMENSIONS = 64
 _SHOWN = 20
 # torch's names; quantised dtypes are left out, for their scales are no part of the bytes.
 ITEM_BYTES = {
@@ -63,7 +67,7 @@ ITEM_BYTES = {
 """Bytes of an element, by dtype as torch calls it without its "torch."."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Text = Annotated[str, msgspec.Meta(max_length=_LONGEST_NAME)]
+_Text = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
 _Sizes = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
 _Share = tuple[_Count, Annotated[int, msgspec.Meta(ge=1, le=2**31)]]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
@@ -168,6 +172,11 @@ def layout_digest(layouts: Iterable[Layout | Tensor]) -> str:
     """SHA-256 of names, dtypes, shapes and strides, whatever their order and wherever the bytes lie."""
     rows = sorted((one.name, one.dtype, one.shape, one.stride) for one in layouts)
     return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()
+
+
+def is_sendable(text: str) -> bool:
+    """Whether a manifest can have it: not too long, and no half of a character."""
+    return len(text) <= LONGEST_NAME and not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -13,7 +13,16 @@ import torch
 from tensorlift.engine import abi
 from tensorlift.engine.abi_fork import Memory
 from tensorlift.errors import RequestError
-from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, Kind, Region, Tensor, span_bytes
+from tensorlift.forking.manifest import (
+    ITEM_BYTES,
+    LONGEST_NAME,
+    NOWHERE,
+    Kind,
+    Region,
+    Tensor,
+    is_sendable,
+    span_bytes,
+)
 from tensorlift.forking.regions import Blocks, Placed, Regions, regions_by_block, regions_by_storage
 from tensorlift.format.quoting import quote
 from tensorlift.plan.extents import Extents
@@ -87,6 +96,11 @@ def _derived(model: torch.nn.Module) -> Iterator[Named]:
 def offer(tensors: Sequence[Named]) -> Offering:
     """Where all of them lie. Raises RequestError that names a tensor whose memory cannot be offered."""
     for named in tensors:
+        if not is_sendable(named.name):
+            raise RequestError(
+                f"{quote(named.name, 300)} is no name that can be sent; expected at most {LONGEST_NAME:,} "
+                "characters of Unicode"
+            )
         if problem := _problem(named.tensor):
             raise RequestError(f"{quote(named.name)} {problem}")
     places: dict[int, tuple[int, int]] = {}

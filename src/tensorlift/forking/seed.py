@@ -12,7 +12,7 @@ from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
 from tensorlift.forking.joining import Joined, front_of
-from tensorlift.forking.keys import checked_key, checked_token, told_key
+from tensorlift.forking.keys import checked_count, checked_key, checked_token, checked_weights, told_key
 from tensorlift.forking.leases import Lease, Leases
 from tensorlift.forking.links import link_rate
 from tensorlift.forking.listener import Listener
@@ -105,7 +105,7 @@ class Seed:
         self._scheme = "http" if encrypted is None else "https"
         front = front_of(join, token, ca)
         self.instance = secrets.token_hex(16)
-        self._leases = Leases(readers, _LONGEST_LEASE)
+        self._leases = Leases(checked_count(readers, "readers"), _LONGEST_LEASE)
         self._changed = threading.Condition()
         rate = parse_limit(limit, "limit", lambda: link_rate(host))
         self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS, encrypted)

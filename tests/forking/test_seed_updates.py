@@ -1,0 +1,87 @@
+"""Updates of a seed that are interrupted, come twice or find it closed; names that no fork could read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from support import leaks
+from tensorlift.errors import OptionError, RequestError
+from tensorlift.forking.client import SeedClient
+from tensorlift.forking.fork import fork_into
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.seed import Seed
+
+KEY = ModelKey(model="org/model")
+
+
+def model() -> dict[str, torch.Tensor]:
+    return {f"t{k}": torch.arange(100 + k) for k in range(5)}
+
+
+def reads(seed: Seed) -> bool:
+    found = {name: torch.zeros_like(tensor) for name, tensor in model().items()}
+    fork_into(found, seed.url, patience=60.0)
+    return all(torch.equal(found[name], tensor) for name, tensor in model().items())
+
+
+@pytest.fixture
+def seed() -> Iterator[Seed]:
+    with leaks.nothing_left():
+        made = Seed(model(), KEY)
+        yield made
+        made.close()
+
+
+def test_ctrl_c_while_an_update_waits(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SeedClient(seed.url)
+
+    def interrupted(timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(seed, "_wait_for_readers", interrupted)
+    with pytest.raises(KeyboardInterrupt), seed.updating():
+        pytest.fail("it has not begun")
+    assert client.lease(10).epoch == client.manifest().epoch
+    assert reads(seed)
+
+
+def test_an_update_without_a_name_is_like_no_other(seed: Seed) -> None:
+    """Or bytes of two seeds that both have changed would be taken for those of one version."""
+    client, found = SeedClient(seed.url), set()
+    for _ in range(2):
+        with seed.updating():
+            pass
+        found.add(client.manifest().weights)
+    with Seed(model(), KEY) as other:
+        with other.updating():
+            pass
+        found.add(SeedClient(other.url).manifest().weights)
+    assert len(found - {""}) == 3
+
+
+def test_a_seed_that_is_closed_in_an_update(seed: Seed) -> None:
+    assert reads(seed)
+    sent = seed.stats()["sent_bytes"]
+    twice = pytest.raises(RequestError, match="the weights are being updated already")
+    with seed.updating(), twice, seed.updating():
+        pass
+    with seed.updating():
+        seed.close()
+    assert (seed.stats()["sent_bytes"], seed.stats()["connections"]) == (sent, 0)
+    with pytest.raises(RequestError, match="the seed is closed"), seed.updating():
+        pass
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "half \ud800"])
+def test_what_no_fork_could_read_is_not_offered(seed: Seed, text: str) -> None:
+    with pytest.raises(OptionError, match="weights is "):
+        Seed(model(), KEY, weights=text)
+    with pytest.raises(OptionError, match="weights is "), seed.updating(weights=text):
+        pass
+    with pytest.raises(RequestError, match="is no name that can be sent"):
+        Seed({text: torch.ones(1)}, KEY)
+    with pytest.raises(OptionError, match="no ModelKey that can be sent"):
+        Seed(model(), ModelKey(model="m", role=text))
