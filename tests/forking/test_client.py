@@ -1,14 +1,138 @@
-"""What a fork asks, and what it makes of those who are no seeds."""
+"""Who answers in place of a seed: slowly, wrongly, or with what would break a fork."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 
 import pytest
+import torch
 
-from tensorlift.errors import ManifestError, RequestError, SeedError
+from support import leaks
+from tensorlift.errors import ForkError, ManifestError, RequestError, SeedError
+from tensorlift.forking import reader
 from tensorlift.forking.client import SeedClient
+from tensorlift.forking.fork import fork_into
+from tensorlift.forking.seed import Seed
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with leaks.nothing_left():
+        yield
+
+
+@contextlib.contextmanager
+def answering(said: bytes, drip: bytes = b"") -> Iterator[str]:
+    """The URL of who says the same to everyone, and then drips until he is hung up on."""
+    ended = threading.Event()
+
+    def answer() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(OSError), listener.accept()[0] as peer:
+                peer.recv(10_000)
+                peer.sendall(said)
+                while drip and not ended.wait(0.02):
+                    peer.sendall(drip)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            ended.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nX: ", HEAD])
+def test_who_drips_is_not_waited_for_for_ever(said: bytes) -> None:
+    """Each byte comes in time, and never the last."""
+    with (
+        answering(said, b"x") as url,
+        pytest.raises(SeedError, match=r"cannot be reached: .*(timed out|only .* of an answer)"),
+    ):
+        SeedClient(url, seconds=0.5).manifest()
+
+
+def test_who_is_slow_and_works_is_waited_for() -> None:
+    """Longer than an answer may take, for as long as bytes come."""
+    body = b'{"instance": "a", "epoch": 1}'.ljust(20_000)
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with answering(head + body[:10_000].rjust(10_000), body[10_000:10_200]) as url:
+        assert SeedClient(url, seconds=0.2).state().epoch == 1
+
+
+LEASE = b'{"id": "%s", "epoch": 0, "seconds": %s}'
+GOOD = b"0123456789abcdef" * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (b"200 OK", LEASE % (b"\xc3\xa9" * 16, b"30")),
+        (b"200 OK", LEASE % (b"../../state", b"30")),
+        (b"200 OK", LEASE % (GOOD, b"-1")),
+        (b"200 OK", LEASE % (GOOD, b"1e999")),
+        (b"503 No", b'{"reason": "updating", "retry_seconds": -1}'),
+    ],
+)
+def test_leases_that_are_none(status: bytes, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were an error of another kind, or none."""
+    head = b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n" % (status, len(body))
+    offered = {"a": torch.ones(5)}
+    with answering(head + body) as url, Seed(offered, "m") as seed:
+        lease, lying = SeedClient.lease, SeedClient(url)
+        monkeypatch.setattr(SeedClient, "lease", lambda _, seconds: lease(lying, seconds))
+        with pytest.raises(ForkError, match="20 of 20 bytes could not be had"):
+            fork_into({"a": torch.zeros(5)}, seed.url, patience=60.0)
+
+
+def test_a_lease_is_given_back_by_who_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the second seed lets nobody in."""
+    offered = {"a": torch.ones(5)}
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with Seed(offered, "m") as first, Seed(offered, "m", readers=1) as second:
+        held = SeedClient(second.url).lease(0.5)
+        monkeypatch.setattr(reader.time, "sleep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fork_into({"a": torch.zeros(5)}, [first.url, second.url], patience=60.0)
+        assert first.stats()["readers"] == 0
+        SeedClient(second.url).release(held.id)
+
+
+def test_a_stopped_seed_does_not_hold_the_fork_up_that_prolongs_its_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float | None] = []
+    real = SeedClient._ask
+
+    def ask(client: SeedClient, method: str, path: str, *more: object, **named: object) -> bytes:
+        if path.startswith("/v1/leases/") and method == "POST":
+            asked.append(named.get("seconds"))  # type: ignore[arg-type]
+        return real(client, method, path, *more, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SeedClient, "_ask", ask)
+    monkeypatch.setattr(reader, "_LEASE_SECONDS", 0.5)
+    offered, found = ({f"t{k}": torch.zeros(10_000) for k in range(5)} for _ in range(2))
+    with Seed(offered, "m", limit="200KB/s") as seed:
+        fork_into(found, seed.url, patience=60.0, chunk_bytes=10_000)
+    assert asked
+    assert set(asked) == {1.0}
+
+
+@pytest.mark.parametrize("host", ["a b", "\ud800", "a\x7fb"])
+def test_hosts_that_are_none(host: str) -> None:
+    with pytest.raises(RequestError, match="is no URL of a seed"):
+        SeedClient(f"http://{host}:80")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tensorlift.forking.handshake import introduce, welcome
+from tensorlift.forking.handshake import introduce, receive, welcome
 
 LEASE, OTHER = "0123456789abcdef" * 2, "f" * 32
 
@@ -143,3 +143,22 @@ def test_no_seed(pair: tuple[socket.socket, socket.socket]) -> None:
     pair[0].sendall(b"HTTP/1.1 400 Bad Request\r\n" + b" " * 20)
     with pytest.raises(ConnectionRefusedError, match="no seed of this version"):
         introduce(pair[1], "", LEASE)
+
+
+def test_who_drips_is_not_waited_for_for_ever(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Each byte comes in time, all of them do not."""
+    pair[0].settimeout(0.5)
+    ended = threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(0.02):
+            pair[1].sendall(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        with pytest.raises(TimeoutError):
+            receive(pair[0], 100_000)
+    finally:
+        ended.set()
+        thread.join()

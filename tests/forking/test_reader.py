@@ -16,6 +16,7 @@ from support import leaks
 from support.proxies import Dripping
 from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import ForkError, OptionError
+from tensorlift.forking import reader
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.connection import SocketConnection
@@ -194,3 +195,24 @@ def test_a_lying_digest_and_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_no_such_digests() -> None:
     with pytest.raises(OptionError, match="digests is 'some'; expected one of 'full', 'sample', 'off'"):
         fork_into(weights(0), "http://127.0.0.1:1", digests="some")
+
+
+def test_an_update_between_lease_and_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed does not know the lease any more; it is asked again."""
+    offered = weights(1)
+    with Seed(offered, KEY) as seed:
+        updates = iter([2])
+
+        def connect(*given: Any) -> Any:
+            for version in updates:
+                with seed.updating(timeout=0, weights=str(version)):
+                    for name, tensor in weights(version).items():
+                        offered[name].copy_(tensor)
+            return real(*given)
+
+        real = reader.connect
+        monkeypatch.setattr(reader, "connect", connect)
+        found = weights(0)
+        result = fork_into(found, seed.url, connections=1, chunk_bytes=CHUNK, patience=60.0)
+        assert same(found, 2)
+        assert (result.weights, result.left) == ("2", ())

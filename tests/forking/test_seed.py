@@ -236,6 +236,15 @@ def test_a_stranger_is_told_401_and_nothing_else(
     assert found["Server"] == "tensorlift "
 
 
+def test_a_stranger_is_not_asked_to_go_on(seed: Seed) -> None:
+    with socket.create_connection(tuple(seed.url.removeprefix("http://").split(":"))) as raw:
+        raw.sendall(b"POST /v1/leases HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+        said = b""
+        while part := raw.recv(1000):
+            said += part
+    assert said.startswith(b"HTTP/1.1 401 ")
+
+
 def test_what_is_wrong_with_a_request() -> None:
     with Seed(model(), KEY) as seed:
         assert ask(seed, "GET", "/v2/manifest")[0] == 404
@@ -259,6 +268,9 @@ def test_what_is_wrong_with_a_request() -> None:
             assert ask(seed, "POST", "/v1/ranks", json.dumps(rank | wrong).encode())[0] == 409
         assert ask(seed, "DELETE", "/v1/ranks/unknown")[0] == 204
         assert json.loads(ask(seed, "GET", "/v1/ranks")[2])["ranks"][0]["url"] == ""
+        with socket.create_connection(tuple(seed.url.removeprefix("http://").split(":"))) as raw:
+            raw.sendall(b"POST /v1/leases HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n")
+            assert raw.recv(100).startswith(b"HTTP/1.1 413 ")
         for seconds in ("1e999", "-5", "0"):
             assert ask(seed, "POST", "/v1/leases", b'{"seconds": %s}' % seconds.encode())[0] in (200, 400)
         with socket.create_connection(tuple(seed.url.removeprefix("http://").split(":"))) as raw:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
+import io
+import socket
 import ssl
-from typing import TypeVar
+import time
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,9 +17,10 @@ from tensorlift.forking.control import LeaseAnswer, LeaseRequest, RefusedAnswer,
 from tensorlift.forking.encryption import Ca, fork_context
 from tensorlift.forking.keys import told_key, what_is_there
 from tensorlift.forking.manifest import LONGEST_MANIFEST, Manifest, ModelKey, Offer, decode
+from tensorlift.forking.pace import STILL_RATE
 from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer
 from tensorlift.forking.urls import followed, reached, split_url
-from tensorlift.format.quoting import clean, quote
+from tensorlift.format.quoting import clean, plural, quote
 
 __all__ = ["SeedClient"]
 
@@ -27,6 +32,39 @@ _WHY = {
     "lapsed": "the lease has lapsed, or the weights have changed since",
 }
 _T = TypeVar("_T")
+
+
+class _Timed(io.RawIOBase):
+    """A socket's bytes, so many seconds long, and longer only for as long as more than STILL_RATE come."""
+
+    def __init__(self, peer: socket.socket, kept: io.IOBase, seconds: float) -> None:
+        """``kept``: holds the socket open, to close() of this."""
+        self._peer, self._kept, self._seconds = peer, kept, seconds
+        self._begin, self._came = time.monotonic(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._begin + self._seconds + self._came / STILL_RATE - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"only {plural(self._came, 'byte')} of an answer came in {self._seconds:g} s")
+        self._peer.settimeout(min(left, self._seconds))
+        came = self._peer.recv_into(buffer)
+        self._came += came
+        return came
+
+    def close(self) -> None:
+        super().close()
+        self._kept.close()
+
+
+class _Answer(http.client.HTTPResponse):
+    """One that is not waited for for ever, however it comes."""
+
+    def __init__(self, seconds: float, peer: socket.socket, *more: Any, **named: Any) -> None:
+        super().__init__(peer, *more, **named)
+        self.fp = io.BufferedReader(_Timed(peer, self.fp, seconds))
 
 
 class SeedClient:
@@ -100,10 +138,10 @@ class SeedClient:
         asked = msgspec.json.encode(LeaseRequest(seconds))
         return self._decoded(self._ask("POST", "/v1/leases", asked), LeaseAnswer)
 
-    def renew(self, lease: str, seconds: float) -> LeaseAnswer:
-        """The same for longer. Raises SeedError."""
+    def renew(self, lease: str, seconds: float, patience: float | None = None) -> LeaseAnswer:
+        """The same for longer; ``patience``: seconds that the answer may take. Raises SeedError."""
         asked = msgspec.json.encode(LeaseRequest(seconds))
-        return self._decoded(self._ask("POST", f"/v1/leases/{lease}", asked), LeaseAnswer)
+        return self._decoded(self._ask("POST", f"/v1/leases/{lease}", asked, seconds=patience), LeaseAnswer)
 
     def release(self, lease: str, seconds: float | None = None) -> None:
         """Gives it back; ``seconds``: how long the answer may take. Raises SeedError."""
@@ -118,7 +156,8 @@ class SeedClient:
         seconds: float | None = None,
     ) -> bytes:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        connection = self._connection(seconds or self._seconds)
+        seconds = seconds or self._seconds
+        connection = self._connection(seconds)
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
@@ -147,8 +186,11 @@ class SeedClient:
     def _connection(self, seconds: float) -> http.client.HTTPConnection:
         _, host, port = self._place
         if self._context is None:
-            return http.client.HTTPConnection(host, port, timeout=seconds)
-        return http.client.HTTPSConnection(host, port, timeout=seconds, context=self._context)
+            made = http.client.HTTPConnection(host, port, timeout=seconds)
+        else:
+            made = http.client.HTTPSConnection(host, port, timeout=seconds, context=self._context)
+        made.response_class = functools.partial(_Answer, seconds)  # type: ignore[assignment]
+        return made
 
     def _refusal(self, status: int, body: bytes) -> SeedError:
         if status == 401:

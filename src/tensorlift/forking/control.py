@@ -24,7 +24,7 @@ import math
 import socket
 import time
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -45,6 +45,9 @@ _LEASES, _RANKS = "/v1/leases", "/v1/ranks"
 _STATUS = {"full": 429, "updating": 503, "closed": 410, "lapsed": 410}
 
 
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
 class LeaseRequest(msgspec.Struct):
     """What a fork asks for."""
 
@@ -54,16 +57,16 @@ class LeaseRequest(msgspec.Struct):
 class LeaseAnswer(msgspec.Struct):
     """What it gets."""
 
-    id: str
+    id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
     epoch: int
-    seconds: float
+    seconds: _Seconds
 
 
 class RefusedAnswer(msgspec.Struct):
     """Why there is no lease; see LeaseRefusedError."""
 
     reason: str
-    retry_seconds: float | None = None
+    retry_seconds: _Seconds | None = None
 
 
 class StateAnswer(msgspec.Struct):
@@ -94,6 +97,13 @@ class _Handler(BaseHTTPRequestHandler):
         """For what is no request: said before anybody could ask who sends it."""
         self._send(401 if self.seed.token else code, close=True)
 
+    def handle_expect_100(self) -> bool:
+        """A stranger is not asked to go on."""
+        if self._is_known():
+            return super().handle_expect_100()
+        self._refuse()
+        return False
+
     def do_GET(self) -> None:
         self._answered(self._get)
 
@@ -105,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answered(self, answer: Any) -> None:
         if not self._is_known():
-            self._send(401, more={"WWW-Authenticate": "Bearer"}, close=True)
+            self._refuse()
             return
         try:
             answer()
@@ -118,6 +128,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(409, msgspec.json.encode(RefusedAnswer(str(refused))))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             self._send(400, b"the body is not what is wanted here", close=True)
+
+    def _refuse(self) -> None:
+        self._send(401, more={"WWW-Authenticate": "Bearer"}, close=True)
 
     def _is_known(self) -> bool:
         if not self.seed.token:
@@ -149,7 +162,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit() and int(length) <= _LONGEST_BODY):
+        # int() refuses what is too long in its own way.
+        is_number = length.isascii() and length.isdigit() and len(length) < 10
+        if not (is_number and int(length) <= _LONGEST_BODY):
             refused = RefusedAnswer(f"a request has a Content-Length of at most {_LONGEST_BODY:,} bytes")
             self._send(413, msgspec.json.encode(refused), close=True)
             return

@@ -14,7 +14,7 @@ from tensorlift.forking.chunks import DIGESTS, ChunkQueue
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
 from tensorlift.forking.fallback import FILES, Fallback
-from tensorlift.forking.keys import checked_count, checked_key, checked_token, told_key
+from tensorlift.forking.keys import checked_key, checked_token, told_key
 from tensorlift.forking.manifest import Layout, Manifest, ModelKey, differences
 from tensorlift.forking.matching import Errand, copies_of, errands
 from tensorlift.forking.offering import Offering, named_tensors, offer, settle

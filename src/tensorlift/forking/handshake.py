@@ -14,6 +14,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import time
 from collections.abc import Callable
 
 __all__ = ["NOT_TAKEN", "introduce", "receive", "welcome"]
@@ -28,7 +29,7 @@ _FORK, _SEED = b"tensorlift fork", b"tensorlift seed"
 def welcome(peer: socket.socket, token: str, is_live: Callable[[str], bool]) -> str | None:
     """The seed's side: the lease of a fork that knows the token, or None for whoever does not.
 
-    A stranger is told nothing, not even why. The socket's timeout is for each step; OSError where it ends.
+    A stranger is told nothing, not even why. The socket's timeout is for all of it; OSError where it ends.
     """
     ours = secrets.token_bytes(_RANDOM_BYTES)
     peer.sendall(_HELLO + ours)
@@ -66,11 +67,20 @@ def _code(token: str, word: bytes, seed: bytes, fork: bytes, lease: bytes) -> by
 
 
 def receive(peer: socket.socket, nbytes: int) -> bytes:
-    """So many bytes; ConnectionAbortedError where the other side closes before."""
+    """So many bytes; ConnectionAbortedError where the other side closes before.
+
+    What it takes is taken off the socket's timeout, which so is one for all that is received: whoever drips
+    is waited for no longer than whoever is silent.
+    """
     parts = bytearray()
+    left, begin = peer.gettimeout(), time.monotonic()
     while len(parts) < nbytes:
         part = peer.recv(nbytes - len(parts))
         if not part:
             raise ConnectionAbortedError(f"the other side closed after {len(parts)} of {nbytes} bytes")
         parts += part
+        if left is not None:
+            if (rest := left - (time.monotonic() - begin)) <= 0:
+                raise TimeoutError(f"{len(parts)} of {nbytes} bytes came in time")
+            peer.settimeout(rest)
     return bytes(parts)

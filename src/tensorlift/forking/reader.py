@@ -20,8 +20,9 @@ from tensorlift.forking.transports import TRANSPORTS, Connection, connect
 __all__ = ["Reader", "Source"]
 
 _LEASE_SECONDS = 30.0
-# For one that was left behind, and may not answer at all, to take its lease back.
-_PARTING_SECONDS = 1.0
+# For one that may not answer at all to prolong its lease, or to take it back.
+_BRIEFLY_SECONDS = 1.0
+_SHORTEST_WAIT = 0.05
 _UNCHECKED = 'it was built without digests, so that what comes cannot be checked; digests="off" takes it so'
 _OUTCOMES = {
     Outcome.STALE: "its weights have changed",
@@ -87,14 +88,15 @@ class Reader:
 
     def run(self, tick: Callable[[int], object]) -> None:
         """Until all has come, or nobody is left who may bring the rest. ``tick``: told the bytes there."""
-        threads = [
-            threading.Thread(target=self._guarded, args=[source], name="tensorlift-fork", daemon=True)
-            for source in self._sources
-            if self._leased(source)
-            for _ in range(self._connections)
-        ]
-        self._working = len(threads)
+        threads: list[threading.Thread] = []
         try:
+            threads += [
+                threading.Thread(target=self._guarded, args=[source], name="tensorlift-fork", daemon=True)
+                for source in self._sources
+                if self._leased(source)
+                for _ in range(self._connections)
+            ]
+            self._working = len(threads)
             for thread in threads:
                 thread.start()
             while self._working:
@@ -118,7 +120,9 @@ class Reader:
                 if wait is None or time.monotonic() + wait > end:
                     self._leave(source, str(error).removeprefix(source.name).lstrip(": "))
                     return False
-                time.sleep(wait)
+                time.sleep(max(wait, _SHORTEST_WAIT))
+                # What the others have given lasts meanwhile.
+                self._renew()
                 continue
             source.lease, source.renew_at = answer.id, time.monotonic() + answer.seconds / 2
             if answer.epoch != source.manifest.epoch:
@@ -130,9 +134,11 @@ class Reader:
         for source in self._sources:
             if source.lease and not source.gone and time.monotonic() >= source.renew_at:
                 # One that cannot be prolonged shows in what comes next: chunks say of which epoch they are.
-                source.renew_at = time.monotonic() + _LEASE_SECONDS / 2
+                # A stopped one is not waited for: this thread watches the others too.
+                source.renew_at = time.monotonic() + _LEASE_SECONDS / 6
                 with contextlib.suppress(SeedError):
-                    source.client.renew(source.lease, _LEASE_SECONDS)
+                    source.client.renew(source.lease, _LEASE_SECONDS, _BRIEFLY_SECONDS)
+                    source.renew_at = time.monotonic() + _LEASE_SECONDS / 2
 
     def _watch(self) -> None:
         """Leaves those that are too slow; what they hold comes back when they no longer write it."""
@@ -165,13 +171,14 @@ class Reader:
         for source in self._sources:
             if source.lease:
                 with contextlib.suppress(SeedError):  # it lapses
-                    source.client.release(source.lease, _PARTING_SECONDS if source.gone else None)
+                    source.client.release(source.lease, _BRIEFLY_SECONDS if source.gone else None)
 
     def _guarded(self, source: Source) -> None:
         try:
             self._pull(source)
         except ConnectionRefusedError as error:
-            self._leave(source, str(error))
+            # A lease is of no use either once the weights have changed.
+            self._leave(source, str(error), stale=self._has_moved_on(source))
         except OSError as error:
             self._leave(source, f"the connection is lost: {error}")
         except BaseException as error:  # noqa: BLE001 - for the thread that waits
@@ -181,6 +188,13 @@ class Reader:
             with self._state:
                 self._working -= 1
                 self._state.notify_all()
+
+    def _has_moved_on(self, source: Source) -> bool:
+        try:
+            now = source.client.state()
+        except SeedError:
+            return False
+        return (now.instance, now.epoch) != (source.manifest.instance, source.manifest.epoch)
 
     def _pull(self, source: Source) -> None:
         made = connect(

@@ -12,7 +12,7 @@ from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
 from tensorlift.forking.joining import Joined, front_of
-from tensorlift.forking.keys import checked_count, checked_key, checked_token, checked_weights, told_key
+from tensorlift.forking.keys import checked_count, checked_key, checked_token, told_key
 from tensorlift.forking.leases import Lease, Leases
 from tensorlift.forking.links import link_rate
 from tensorlift.forking.listener import Listener

@@ -14,7 +14,7 @@ from tensorlift.forking.handshake import welcome
 
 __all__ = ["Sender"]
 
-# For each step of a handshake; what a silent stranger costs is a thread for so long.
+# For a handshake; what a silent stranger costs is a thread for so long.
 _HANDSHAKE_SECONDS = 10.0
 _IDLE_MILLISECONDS = 60_000
 # What a limited seed may send at once after a rest: of a second's bytes, and of all.

@@ -37,10 +37,13 @@ def split_url(url: str) -> Place:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    if not host or port is None or parts.scheme not in ("http", "https") or _has_more(parts):
+    whole = host and host.isprintable() and " " not in host and port is not None
+    if not whole or parts.scheme not in ("http", "https") or _has_more(parts):
         raise RequestError(
             f"{quote(_USER.sub('//', url))} is no URL of a seed; it looks like http://host:port"
         )
+    assert host is not None
+    assert port is not None
     return Place(parts.scheme, host, port)
 
 
