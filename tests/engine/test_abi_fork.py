@@ -17,7 +17,7 @@ import xxhash
 
 from support import leaks
 from tensorlift.engine import abi_fork
-from tensorlift.engine.abi_fork import Chunk, Origin, OriginKind, Outcome
+from tensorlift.engine.abi_fork import Chunk, Memory, Origin, OriginKind, Outcome
 from tensorlift.engine.abi_types import Handle, RefusedError, Status
 
 MIB = 1 << 20
@@ -241,6 +241,32 @@ def test_what_is_not_there_is_refused(seed: Seed, region: int, offset: int, nbyt
     assert seed.stats()["sent_bytes"] == 0
 
 
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_low_limit_shows_signs_of_life(seed: Seed, copies: int) -> None:
+    """A whole block would take 10 s under it."""
+    slow = Handle()
+    memory = [Memory(seed.regions[0].ctypes.data, SIZES[0])]
+    abi_fork.sender_create(memory, 100_000, 0, 60_000, slow)
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.settimeout(60)
+        abi_fork.sender_serve(slow, theirs.detach())
+        ours.sendall(struct.pack("<4sIQQQII", b"TLRQ", 0, 0, MIB, 0, 1, copies))
+        assert len(ours.recv(16, socket.MSG_WAITALL)) == 16
+        first = ours.recv(MIB)
+        abi_fork.sender_destroy(slow)
+        assert 0 < len(first) < (16 if copies else MIB)
+
+
+def test_a_socket_is_closed_also_when_it_is_not_served() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.settimeout(60)
+        with pytest.raises(RefusedError, match="no sender"):
+            abi_fork.sender_serve(Handle(), theirs.detach())
+        assert ours.recv(1) == b""
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n" + b" " * 40, b"\xff" * 40, b"TLRQ"])
 def test_strangers(seed: Seed, sent: bytes) -> None:
     to = seed.connect()
@@ -352,8 +378,8 @@ def test_a_limit_holds_for_all_connections_together() -> None:
     first, second = seed.connect(), seed.connect()
     for to in (first, second):
         to.sendall(struct.pack("<4sIQQQII", b"TLRQ", 0, 0, 3 * MIB, 0, 0, 0))
-    # Two answers, the burst, and one block on credit, which the next has to pay back.
-    came, wanted, patience = 0, 32 + 2 * MIB, 60.0
+    # Two answers, the burst, and one part of a block on credit, which the next has to pay back.
+    came, wanted, patience = 0, 32 + MIB + 1024, 60.0
     while ready := select.select([first, second], [], [], patience)[0]:
         came += sum(len(to.recv(MIB)) for to in ready)
         patience = 60.0 if came < wanted else 0.2

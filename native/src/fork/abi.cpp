@@ -1,4 +1,6 @@
 // The C interface of sender and receiver.
+#include <unistd.h>
+
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -117,27 +119,35 @@ private:
     std::vector<char> scratch_;
 };
 
+// The digest of a block that is copied: it comes in parts, as the block itself might have under the seed's limit, and so
+// counts as it comes.
+Failure digest_of_block(tl::Socket &socket, tl_chunk &chunk, uint64_t nbytes) {
+    tl::Digest theirs;
+    uint64_t counted = 0;
+    for (uint64_t k = 0; k < sizeof theirs.bytes; k++) {
+        if (Failure f = socket.receive(theirs.bytes + k, 1)) return f;
+        const uint64_t until = (k + 1) * nbytes / sizeof theirs.bytes;
+        tl::count(&chunk.done, until - counted);
+        counted = until;
+    }
+    return {};
+}
+
 // The next block of a chunk: what comes, or what is copied once its digest has come.
 Failure bring(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, uint64_t at, char *to,
               uint64_t nbytes) {
     if (!origin) return socket.receive(to, nbytes, nullptr, &chunk.done);
-    tl::Digest theirs;
-    if (Failure f = socket.receive(&theirs, sizeof theirs)) return f;
-    if (Failure f = origin->copy(chunk.offset + at, to, nbytes)) return f;
-    tl::count(&chunk.done, nbytes);
-    return {};
+    if (Failure f = digest_of_block(socket, chunk, nbytes)) return f;
+    return origin->copy(chunk.offset + at, to, nbytes);
 }
 
 // The same from device to device, where the host need not see the bytes.
 Failure bring_across(tl::Socket &socket, tl_chunk &chunk, const tl::Origin &origin, uint64_t at,
                      uint64_t nbytes, Places &places) {
-    tl::Digest theirs;
-    if (Failure f = socket.receive(&theirs, sizeof theirs)) return f;
+    if (Failure f = digest_of_block(socket, chunk, nbytes)) return f;
     uint64_t source = 0;
     if (Failure f = origin.find(chunk.offset + at, nbytes, &source)) return f;
-    if (Failure f = places.across(at, nbytes, source)) return f;
-    tl::count(&chunk.done, nbytes);
-    return {};
+    return places.across(at, nbytes, source);
 }
 
 Failure receive(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, Places places,
@@ -235,7 +245,14 @@ tl_status tl_sender_create(const tl_region *regions, uint64_t count, uint64_t by
 }
 
 tl_status tl_sender_serve(tl_sender *sender, int32_t fd, tl_error *error) {
-    return on_sender(sender, error, [&](tl::Sender &on) { return on.serve(fd); });
+    bool served = false;
+    const tl_status status = on_sender(sender, error, [&](tl::Sender &on) {
+        served = true;
+        return on.serve(fd);
+    });
+    // Where it did not come so far.
+    if (!served) close(fd);
+    return status;
 }
 
 tl_status tl_sender_set_epoch(tl_sender *sender, uint64_t epoch, int32_t open, tl_error *error) {

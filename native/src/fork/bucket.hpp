@@ -16,6 +16,11 @@ public:
           tokens_(burst_),
           at_ns_(now_ns) {}
 
+    // Bytes a second, 0 for no limit.
+    uint64_t rate() const {
+        return static_cast<uint64_t>(rate_);
+    }
+
     // Nanoseconds to wait before these bytes may go; they are taken.
     uint64_t take(uint64_t nbytes, uint64_t now_ns) {
         if (rate_ == 0) return 0;

@@ -10,6 +10,16 @@
 #include "signals.hpp"
 
 namespace tl {
+namespace {
+
+constexpr uint64_t kPartsASecond = 16, kLeastPart = 1024;
+
+// How much of a block's digest goes with so many of its bytes.
+uint64_t digest_at(uint64_t bytes, uint64_t nbytes) {
+    return bytes * sizeof(Digest) / nbytes;
+}
+
+}  // namespace
 
 Sender::~Sender() {
     if (forked()) {
@@ -143,21 +153,35 @@ Failure Sender::answer(Socket &socket, const Request &request, Stages &stages, b
     return bound.failure() ? bound.failure() : send_bytes(socket, request, stage);
 }
 
+// Bytes, or where they are null their digest, as fast as the limit lets them. In parts, the digest too: at a low limit a
+// whole block would take longer than a fork waits for a sign of life.
+Failure Sender::send_block(Socket &socket, const char *bytes, uint64_t nbytes, const Digest &digest) {
+    const uint64_t part =
+        bucket_.rate() ? std::max<uint64_t>(bucket_.rate() / kPartsASecond, kLeastPart) : nbytes;
+    for (uint64_t at = 0; at < nbytes;) {
+        const uint64_t now = std::min(part, nbytes - at);
+        if (Failure f = pause(bucket_.take(now, now_ns()))) return f;
+        const uint64_t from = digest_at(at, nbytes), to = digest_at(at + now, nbytes);
+        if (Failure f = bytes ? socket.send(bytes + at, now) : socket.send(digest.bytes + from, to - from))
+            return f;
+        sent_bytes_ += now;
+        at += now;
+    }
+    return {};
+}
+
 Failure Sender::send_bytes(Socket &socket, const Request &request, Stage *stage) {
     Outgoing outgoing(stage, regions_[request.region].address + request.offset, request.nbytes);
     Blocks blocks(request.digest != 0);
     for (uint64_t at = 0; at < request.nbytes; at += kBlock) {
         const char *bytes = nullptr;
         uint64_t nbytes = std::min(kBlock, request.nbytes - at);
-        if (Failure f = pause(bucket_.take(nbytes, now_ns()))) return f;
         // A fork that copies by itself and wants no digest needs nothing read here.
         if (!request.copies || blocks.wanted()) {
             if (Failure f = outgoing.next(&bytes, &nbytes)) return f;
         }
         const Digest digest = blocks.add(bytes, nbytes);
-        Failure f = request.copies ? socket.send(&digest, sizeof digest) : socket.send(bytes, nbytes);
-        if (f) return f;
-        sent_bytes_ += nbytes;
+        if (Failure f = send_block(socket, request.copies ? nullptr : bytes, nbytes, digest)) return f;
     }
     if (request.copies) {
         Copied copied{};

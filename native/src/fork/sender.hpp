@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "digest.hpp"
 #include "fork/bucket.hpp"
 #include "fork/socket.hpp"
 #include "fork/stage.hpp"
@@ -48,6 +49,7 @@ private:
     Failure converse(Socket &socket);
     Failure answer(Socket &socket, const Request &request, Stages &stages, bool *done);
     Failure send_bytes(Socket &socket, const Request &request, Stage *stage);
+    Failure send_block(Socket &socket, const char *bytes, uint64_t nbytes, const Digest &digest);
     static Stage *stage_of(const tl_region &region, Stages &stages, Failure *why);
     Failure pause(uint64_t nanoseconds);
     bool inside(const Request &request) const;

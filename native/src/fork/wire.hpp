@@ -7,7 +7,7 @@
 // the trailer is read behind the last byte: if it is that of the request, all bytes are of that epoch.
 //
 // A fork that can reach the seed's memory itself says so in its request. Then in place of each block the digest of it
-// comes (zeros where none is wanted), as early as the block itself might have come under the seed's limit; the fork
+// comes (zeros where none is wanted), as early, part by part, as the block itself might have under the seed's limit; the fork
 // copies that block, and says Copied behind the last one. Only then the seed reads the epoch for its trailer.
 #pragma once
 
