@@ -56,8 +56,7 @@ def test_urls() -> None:
         "tensorlift://", "tensorlift://host", "tensorlift://host/key", "tensorlift://host:x/", "tensorlift://:1",
         "tensorlift://host:99999", "tensorlift://user:word@host:1/key", "tensorlift://host:1/key?a=b",
         "tensorlift://host:1/key#a", "http://host:1", "tensorlift+http://host:1", "tensorlift+https://host",
-        "tensorlift://host:1/key#a", "http://host:1", "tensorlift://[::1/key",
-        "tensorlift://[a]:1/key", "tensorlift://a b:1",
+        "tensorlift://[::1/key", "tensorlift://[a]:1/key", "tensorlift://a b:1",
     ],
 )  # fmt: skip
 def test_what_is_no_url(url: str) -> None:

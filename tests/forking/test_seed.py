@@ -338,7 +338,6 @@ def test_a_seed_on_all_addresses() -> None:
         ({"ca": "file", "join": "http://127.0.0.1:1"}, OptionError, "ca is for https://"),
         ({"ca": "file"}, OptionError, "ca is for join"),
         ({"join": "nowhere"}, RequestError, "'nowhere' is no URL of a seed"),
-        ({"readers": 0}, OptionError, "readers is 0; expected a whole number from 1"),
         ({"port": 80000}, OptionError, "port is 80000; expected a whole number up to 65535"),
         ({"port": "http"}, OptionError, "port is 'http'"),
         ({"weights": 3}, OptionError, "weights is 3"),

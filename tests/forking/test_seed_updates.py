@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -85,3 +86,15 @@ def test_what_no_fork_could_read_is_not_offered(seed: Seed, text: str) -> None:
         Seed({text: torch.ones(1)}, KEY)
     with pytest.raises(OptionError, match="no ModelKey that can be sent"):
         Seed(model(), ModelKey(model="m", role=text))
+
+
+def test_a_child_does_not_end_the_seed_of_its_parent(seed: Seed) -> None:
+    """It leaves the block that the seed is closed behind, as the parent will."""
+    child = os.fork()
+    if not child:
+        try:
+            seed.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert reads(seed)

@@ -88,6 +88,23 @@ def test_more_strangers_than_hands_are_sent_away(seed: Seed) -> None:
         stranger.close()
 
 
+def test_a_host_that_is_gone_is_noticed(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It closes nothing: the kernel has to ask, or a thread and a descriptor stay for ever."""
+    asks: list[int] = []
+    real = Sender.serve
+
+    def serve(sender: Sender, peer: socket.socket) -> None:
+        asks.append(peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        asks.append(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE))
+        real(sender, peer)
+
+    monkeypatch.setattr(Sender, "serve", serve)
+    connection = seed.connect()
+    assert fetch(connection, Chunk(1, 0, 5))[0] == Outcome.OK
+    connection.close()
+    assert asks == [1, 60]
+
+
 def test_without_a_token() -> None:
     seed = Seed(token="")
     connection = seed.connect(token="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import threading
 import time
@@ -104,7 +105,7 @@ class Seed:
         encrypted = seed_context(tls)
         self._scheme = "http" if encrypted is None else "https"
         front = front_of(join, token, ca)
-        self.instance = secrets.token_hex(16)
+        self.instance, self._process = secrets.token_hex(16), os.getpid()
         self._leases = Leases(checked_count(readers, "readers"), _LONGEST_LEASE)
         self._changed = threading.Condition()
         rate = parse_limit(limit, "limit", lambda: link_rate(host))
@@ -213,7 +214,13 @@ class Seed:
         return leases | self._served.stats()
 
     def close(self, timeout: float = 0.0) -> None:
-        """Ends all readers, at once or after as many seconds as they may have to end; frees the weights."""
+        """Ends all readers, at once or after as many seconds as they may have to end; frees the weights.
+
+        Nothing in a child of the process that began it.
+        """
+        if os.getpid() != self._process:
+            # A child has copies of sockets and of locks: to end what they are of is the parent's.
+            return
         timeout = _checked_wait(timeout)
         joined = getattr(self, "_joined", None)
         if joined is not None:

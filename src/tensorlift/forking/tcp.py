@@ -17,6 +17,8 @@ from tensorlift.forking.sender import Sender
 __all__ = ["TcpConnection", "TcpServer"]
 
 _MOST_HANDSHAKES = 32
+# After which the kernel asks whether the other host is still there; twice that and there is nobody.
+_SILENT_SECONDS = 60
 
 
 class TcpServer:
@@ -43,6 +45,11 @@ class TcpServer:
 
     def _shake(self, peer: socket.socket) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that is gone says so to nobody; a connection is a thread that sleeps until it is asked.
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_SECONDS)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_SECONDS // 4)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
         self._sender.admit(peer, lambda: self._listener.is_ending)
 
 
