@@ -17,7 +17,7 @@ import xxhash
 
 from support import leaks
 from tensorlift.engine import abi_fork
-from tensorlift.engine.abi_fork import Chunk, Memory, Origin, OriginKind, Outcome
+from tensorlift.engine.abi_fork import Chunk, Origin, OriginKind, Outcome
 from tensorlift.engine.abi_types import Handle, RefusedError, Status
 
 MIB = 1 << 20
@@ -239,32 +239,6 @@ def test_what_is_not_there_is_refused(seed: Seed, region: int, offset: int, nbyt
     assert to.recv(1) == b""
     assert seed.stats()["bad_requests"] == 1
     assert seed.stats()["sent_bytes"] == 0
-
-
-@pytest.mark.parametrize("copies", [0, 1])
-def test_a_low_limit_shows_signs_of_life(seed: Seed, copies: int) -> None:
-    """A whole block would take 10 s under it."""
-    slow = Handle()
-    memory = [Memory(seed.regions[0].ctypes.data, SIZES[0])]
-    abi_fork.sender_create(memory, 100_000, 0, 60_000, slow)
-    ours, theirs = socket.socketpair()
-    with ours:
-        ours.settimeout(60)
-        abi_fork.sender_serve(slow, theirs.detach())
-        ours.sendall(struct.pack("<4sIQQQII", b"TLRQ", 0, 0, MIB, 0, 1, copies))
-        assert len(ours.recv(16, socket.MSG_WAITALL)) == 16
-        first = ours.recv(MIB)
-        abi_fork.sender_destroy(slow)
-        assert 0 < len(first) < (16 if copies else MIB)
-
-
-def test_a_socket_is_closed_also_when_it_is_not_served() -> None:
-    ours, theirs = socket.socketpair()
-    with ours:
-        ours.settimeout(60)
-        with pytest.raises(RefusedError, match="no sender"):
-            abi_fork.sender_serve(Handle(), theirs.detach())
-        assert ours.recv(1) == b""
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n" + b" " * 40, b"\xff" * 40, b"TLRQ"])
