@@ -66,13 +66,13 @@ def test_an_update_without_a_name_is_like_no_other(seed: Seed) -> None:
 def test_a_seed_that_is_closed_in_an_update(seed: Seed) -> None:
     assert reads(seed)
     sent = seed.stats()["sent_bytes"]
-    twice = pytest.raises(RequestError, match="the weights are being updated already")
+    twice = pytest.raises(RequestError, match="these weights are being updated already")
     with seed.updating(), twice, seed.updating():
         pass
     with seed.updating():
         seed.close()
     assert (seed.stats()["sent_bytes"], seed.stats()["connections"]) == (sent, 0)
-    with pytest.raises(RequestError, match="the seed is closed"), seed.updating():
+    with pytest.raises(RequestError, match="this seed is closed"), seed.updating():
         pass
 
 
