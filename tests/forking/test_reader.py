@@ -102,8 +102,8 @@ def test_the_only_one_is_slow_and_works() -> None:
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_limit_at_which_a_block_takes_longer_than_a_seed_may_do_nothing(transport: str) -> None:
-    offered = {"t": torch.arange(100_000)}
-    with Seed(offered, KEY, limit="100KB/s", transports=[transport]) as slow:
+    offered = {"t": torch.arange(30_000)}
+    with Seed(offered, KEY, limit="50KB/s", transports=[transport]) as slow:
         found = {"t": torch.zeros_like(offered["t"])}
         fork_into(found, slow.url, patience=3.0)
         assert torch.equal(found["t"], offered["t"])
