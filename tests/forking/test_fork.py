@@ -328,7 +328,7 @@ def test_a_seed_that_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     with Seed(Model(1), KEY, transports=["tcp"]) as stopped, Seed(Model(1), KEY) as other:
         offers = (Offer("tcp", address),)
         monkeypatch.setattr(Served, "offers", property(lambda served: offers))
-        stopped._publish()
+        stopped._publish({})
         model = Model(2)
         result = fork_into(model, [stopped.url, other.url], chunk_bytes=4000, patience=5.0)
         assert same(model, Model(1))

@@ -92,9 +92,9 @@ def test_keys_in_messages() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("chunk_bytes", value) for value in (-5, 0, 1.5, True, "1")),
-        *(("connections", value) for value in (-1, 0, "2")),
-        *(("patience", value) for value in (0, -1, float("nan"), float("inf"), 1e9, "1")),
+        *(("chunk_bytes", value) for value in (-5, 0, 1.5, True, "some")),
+        *(("connections", value) for value in (-1, 0, "some")),
+        *(("patience", value) for value in (0, -1, float("nan"), float("inf"), "some")),
     ],
 )
 def test_numbers_that_a_fork_cannot_work_with(name: str, value: Any) -> None:

@@ -33,7 +33,6 @@ _CHUNK_BYTES = 16 << 20
 _MOST_CONNECTIONS = 64
 # Weights that change faster than they can be read are no source.
 _ATTEMPTS = 5
-_LONGEST_PATIENCE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)

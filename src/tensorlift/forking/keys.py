@@ -10,7 +10,7 @@ from tensorlift.errors import OptionError
 from tensorlift.forking.manifest import LONGEST_NAME, SPLITS, ModelKey, is_sendable, rank_problem
 from tensorlift.format.quoting import quote
 
-__all__ = ["checked_count", "checked_key", "checked_token", "checked_weights", "told_key", "what_is_there"]
+__all__ = ["checked_key", "checked_token", "checked_weights", "told_key", "what_is_there"]
 
 _SHOWN = 20
 
@@ -60,13 +60,6 @@ def checked_weights(weights: str) -> str:
             "Unicode"
         )
     return weights
-
-
-def checked_count(value: int, name: str) -> int:
-    """A number of at least one. Raises OptionError, which names the option."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise OptionError(f"{name} is {value!r}; expected a whole number from 1")
-    return value
 
 
 def told_key(key: ModelKey) -> str:

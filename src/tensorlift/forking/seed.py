@@ -13,7 +13,7 @@ from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
 from tensorlift.forking.joining import Joined, front_of
-from tensorlift.forking.keys import checked_count, checked_key, checked_token, told_key
+from tensorlift.forking.keys import checked_key, checked_token, checked_weights, told_key
 from tensorlift.forking.leases import Lease, Leases
 from tensorlift.forking.links import link_rate
 from tensorlift.forking.listener import Listener
@@ -49,12 +49,6 @@ def _check_port(port: object) -> None:
 
 def _checked_wait(timeout: float) -> float:
     return 0.0 if timeout == 0 else parse_seconds(timeout, "timeout")
-
-
-def _checked_version(weights: object) -> str:
-    if not isinstance(weights, str):
-        raise OptionError(f"weights is {weights!r}; expected the name of a version, a str")
-    return weights
 
 
 class Seed:
@@ -100,13 +94,13 @@ class Seed:
         self._named = named_tensors(model)
         self._offering = offer(self._named)
         settle(self._named)
-        self.token, self.key, self._weights = token, checked_key(key), _checked_version(weights)
+        self.token, self.key, self._weights = token, checked_key(key), checked_weights(weights)
         self.ranks = RankTable(self.key)
         encrypted = seed_context(tls)
         self._scheme = "http" if encrypted is None else "https"
         front = front_of(join, token, ca)
         self.instance, self._process = secrets.token_hex(16), os.getpid()
-        self._leases = Leases(checked_count(readers, "readers"), _LONGEST_LEASE)
+        self._leases = Leases(readers, _LONGEST_LEASE)
         self._changed = threading.Condition()
         rate = parse_limit(limit, "limit", lambda: link_rate(host))
         self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS, encrypted)
@@ -179,7 +173,7 @@ class Seed:
         other seed has, so that no fork takes others for the same. Raises OptionError, and RequestError where
         an update is under way or the seed is closed.
         """
-        timeout, weights = _checked_wait(timeout), _checked_version(weights)
+        timeout, weights = _checked_wait(timeout), checked_weights(weights)
         with self._changed:
             self._leases.begin_update()
         try:
