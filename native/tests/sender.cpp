@@ -221,17 +221,16 @@ TEST(from_one_device_to_another) {
 
 // Each call of the driver fails once, on either side: an error, nothing left, and no byte that comes later.
 TEST(a_driver_that_fails) {
+    const std::vector<Bytes> regions{random_bytes(9 * kMiB, 1)};
     for (const int kind : {TL_DEVICE_CUDA, TL_DEVICE_HIP}) {
         const StandIn &device = standin(kind);
         for (std::uint32_t entry = 0; device.entry(entry); entry++) {
-            for (std::int64_t nth : {1, 2, 5}) {
+            for (std::int64_t nth : {1, 5}) {
                 device.reset();
                 device.ready();
                 device.fail(device.entry(entry), nth, 999);
                 {
-                    std::vector<Bytes> regions;
                     tl_sender *sender = nullptr;
-                    regions.push_back(random_bytes(9 * kMiB, 1));
                     const tl_region region{reinterpret_cast<std::uintptr_t>(regions[0].data()),
                                            regions[0].size(), kind, 0};
                     tl_error error = no_error();
