@@ -138,11 +138,17 @@ static void print_layout_of_forks(void) {
     FIELD(tl_chunk, outcome);
     FIELD(tl_chunk, verified);
     FIELD(tl_chunk, seed_epoch);
+    FIELD(tl_chunk, done);
     printf("tl_origin %zu\n", sizeof(tl_origin));
     FIELD(tl_origin, kind);
     FIELD(tl_origin, handle);
     FIELD(tl_origin, address);
     FIELD(tl_origin, nbytes);
+    printf("tl_region %zu\n", sizeof(tl_region));
+    FIELD(tl_region, address);
+    FIELD(tl_region, nbytes);
+    FIELD(tl_region, device_kind);
+    FIELD(tl_region, device_index);
 }
 
 static void layout_is_packed_as_documented(void) {

@@ -114,6 +114,7 @@ def test_the_python_structures_lie_as_in_c(tmp_path: Path) -> None:
         "tl_file_info": abi.FileInfo,
         "tl_chunk": abi_fork.Chunk,
         "tl_origin": abi_fork.Origin,
+        "tl_region": abi_fork._Region,
         "tl_sender_stats": abi_fork.SenderStats,
     }
     fields = 0
