@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 __all__ = ["collector_paused", "short_turns"]
 
-# numpy gives the GIL away for more than 500 elements, each time, some 60 times before the first byte of
+# numpy gives the GIL away for more than 500 elements, each time, dozens of times before the first byte of
 # load_into; where another thread never rests it comes back after as long: 5 ms by default.
 _TURN_SECONDS = 0.0005
 # How each load under way puts back what it has changed.
