@@ -5,7 +5,9 @@
     tcp   at 1, 2, 4 connections: a bare socket loop (sendall, recv_into) with as many connections, in which
           both sides digest each chunk as ours do
     shm   with 1 and 2 threads: a copy of memory inside one process, with as many threads and no digest; the
-          seed's weights in a file of memory (memfd), then in memory of its own (process_vm_readv)
+          seed's weights in a file of memory (memfd), then in memory of its own (process_vm_readv), as
+          tensorlift loads them (huge pages advised) and as torch allocates it (pages of 4 KiB, which the
+          kernel looks up one by one: no bar)
     limit tcp by 2 connections to a seed with limit="400MB/s": how near to 1 the rate is of it
 
 All take turns, so that what drifts on the machine meets all of them; the first round does not count. After
@@ -41,6 +43,8 @@ from tensorlift.forking.manifest import Layout, Offer
 from tensorlift.forking.shared_memory import shared_tensors
 from tensorlift.forking.transports import Served, connect
 from tensorlift.options import parse_size
+from tensorlift.tensors.memory import HostMemory
+from tensorlift.tensors.views import bytes_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CHUNK = 16 << 20
@@ -68,15 +72,24 @@ def private(nbytes: int) -> Array:
     return found
 
 
+def loaded(nbytes: int) -> Array:
+    """Memory as load() leaves it."""
+    memory = HostMemory()
+    found: Array = bytes_of(memory.allocate([nbytes])[0], memory, nbytes).numpy()
+    found[:] = 0
+    return found
+
+
 def seed(nbytes: int) -> None:
     """A process: offers weights in memory of both kinds, and through a bare loop, until its input ends."""
     given = weights(nbytes)
     shared = shared_tensors([Layout("weights", "uint8", (nbytes,), (1,))])["weights"].numpy()
-    own = private(nbytes)
-    shared[:] = own[:] = given
+    own, huge = private(nbytes), loaded(nbytes)
+    shared[:] = own[:] = huge[:] = given
     with contextlib.ExitStack() as ends:
         found: dict[str, Any] = {}
-        for name, memory, limit in (("memfd", shared, None), ("readv", own, None), ("limited", own, LIMIT)):
+        for name, memory in (("memfd", shared), ("readv", huge), ("small pages", own), ("limited", own)):
+            limit = LIMIT if name == "limited" else None
             served = Served([Memory(memory.ctypes.data, nbytes)], lambda lease: True, limit=limit)
             ends.callback(served.close)
             found[name] = [(offer.kind, offer.address) for offer in served.offers]
@@ -218,7 +231,7 @@ def measured(offers: dict[str, Any], nbytes: int, runs: int) -> list[Row]:
     given, to = weights(nbytes), private(nbytes)
     source = private(nbytes)
     source[:] = given
-    rows: list[tuple[str, str, float, Contender, Contender]] = []
+    rows: list[tuple[str, str, float | None, Contender, Contender]] = []
     with contextlib.ExitStack() as ends:
 
         def contender(name: str, count: int, make: Callable[[], object]) -> Contender:
@@ -232,7 +245,7 @@ def measured(offers: dict[str, Any], nbytes: int, runs: int) -> list[Row]:
             rows.append((f"tcp, {count} connections", "bare loop", TCP_BAR, bare, ours))
         for count in (1, 2):
             copy = contender("memcpy", count, lambda: Copy(source, to))
-            for name, bar in (("memfd", MEMFD_BAR), ("readv", READV_BAR)):
+            for name, bar in (("memfd", MEMFD_BAR), ("readv", READV_BAR), ("small pages", None)):
                 ours = contender(f"shm, {name}", count, lambda name=name: Ours("shm", offers[name], to))  # type: ignore[misc]
                 rows.append((f"shm, {name}, {count} threads", "memcpy", bar, copy, ours))
         limited = contender("tcp, limited", 2, lambda: Ours("tcp", offers["limited"], to))

@@ -102,11 +102,9 @@ TL_API tl_status tl_staging_map(tl_staging *staging, const tl_ipc_handle *handle
                                 tl_error *error);
 
 typedef enum tl_origin_kind {
-    TL_ORIGIN_HERE = 0, /* memory of this process, at address */
-    TL_ORIGIN_FILE =
-        1, /* a file of memory: handle is a descriptor, address counts from the file's first byte */
-    TL_ORIGIN_PROCESS = 2, /* memory of another process: handle is its id, address is one of its own */
-    TL_ORIGIN_DEVICE = 3 /* memory of another process on a device: address is what tl_staging_map has said */
+    TL_ORIGIN_HERE = 0,    /* memory of this process, at address */
+    TL_ORIGIN_PROCESS = 1, /* memory of another process: handle is its id, address is one of its own */
+    TL_ORIGIN_DEVICE = 2 /* memory of another process on a device: address is what tl_staging_map has said */
 } tl_origin_kind;
 
 /* Where a fork on the seed's own host reads a region itself. */
@@ -133,9 +131,14 @@ TL_API tl_status tl_origin_copy(const tl_origin *origin, uint64_t offset, void *
 /* Memory in a file that other processes may be given: mapped, zeroed, all of it there, of huge pages where that can be had.
  * No process can make it shorter, none but this one can write to it. Blocks. */
 TL_API tl_status tl_shared_create(uint64_t nbytes, int32_t *fd, uint64_t *address, tl_error *error);
+/* fd: below 0 where there is none any more. */
 TL_API void tl_shared_release(int32_t fd, uint64_t address, uint64_t nbytes);
 
-/* The digest that a chunk is sent with: XXH3-128 of the digests of its blocks of 1 MiB. Blocks. */
+/* Maps such a file of another process, to be read, and says how large it is. TL_ERR_ARGUMENT where fd is no file of memory, or
+ * one that can be made shorter, so that reading it might be a signal. fd can be closed behind this. */
+TL_API tl_status tl_shared_map(int32_t fd, uint64_t *address, uint64_t *nbytes, tl_error *error);
+
+/* The digest that a chunk is sent with: XXH3-128 of the digests of its blocks of 256 KiB. Blocks. */
 TL_API void tl_chunk_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]);
 
 #ifdef __cplusplus

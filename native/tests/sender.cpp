@@ -64,26 +64,31 @@ tl_status fetch(int fd, tl_chunk &chunk, Bytes &to, tl_staging *staging = nullpt
     return tl_chunk_fetch(fd, &chunk, &place, 1, staging, origin, nullptr);
 }
 
-// Memory that a fork reaches in one of the three ways; this process is its own seed.
+// Memory that a fork reaches in one of the ways; this process is its own seed.
 struct Reached {
     tl_origin origin{};
     int fd = -1;
-    std::uint64_t address = 0;
+    std::uint64_t address = 0, mapped = 0, nbytes = 0;
 
-    Reached(std::int32_t kind, const Bytes &bytes) {
+    Reached(std::int32_t kind, const Bytes &bytes, bool in_a_file = false) {
         origin = {kind, 0, reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size()};
         if (kind == TL_ORIGIN_PROCESS) origin.handle = getpid();
-        if (kind != TL_ORIGIN_FILE) return;
+        if (!in_a_file) return;
         tl_error error = no_error();
         REQUIRE_SAYING(tl_shared_create(bytes.size() + 5, &fd, &address, &error) == TL_OK, error.message);
         std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char *>(address) + 5);
-        origin.handle = fd;
-        origin.address = 5;
+        REQUIRE_SAYING(tl_shared_map(fd, &mapped, &nbytes, &error) == TL_OK, error.message);
+        REQUIRE_EQ(nbytes, bytes.size() + 5);
+        origin.address = mapped + 5;
     }
     ~Reached() {
+        if (mapped) tl_shared_release(-1, mapped, nbytes);
         if (fd >= 0) tl_shared_release(fd, address, origin.nbytes + 5);
     }
 };
+
+constexpr std::pair<std::int32_t, bool> kWays[] = {
+    {TL_ORIGIN_HERE, false}, {TL_ORIGIN_HERE, true}, {TL_ORIGIN_PROCESS, false}};
 
 }  // namespace
 
@@ -116,8 +121,8 @@ TEST(readers_that_copy_for_themselves) {
     {
         Seed seed;
         const Bytes &region = seed.regions[0];
-        for (std::int32_t kind : {TL_ORIGIN_HERE, TL_ORIGIN_FILE, TL_ORIGIN_PROCESS}) {
-            const Reached reached(kind, region);
+        for (const auto &[kind, in_a_file] : kWays) {
+            const Reached reached(kind, region, in_a_file);
             std::atomic<int> right{0};
             std::vector<std::thread> readers;
             for (int k = 0; k < 4; k++) {
@@ -142,8 +147,8 @@ TEST(readers_that_copy_for_themselves) {
 TEST(an_origin_gives_nothing_beside_its_bytes) {
     const Bytes bytes = random_bytes(100, 1);
     char to[100];
-    for (std::int32_t kind : {TL_ORIGIN_HERE, TL_ORIGIN_FILE, TL_ORIGIN_PROCESS}) {
-        const Reached reached(kind, bytes);
+    for (const auto &[kind, in_a_file] : kWays) {
+        const Reached reached(kind, bytes, in_a_file);
         REQUIRE_EQ(tl_origin_copy(&reached.origin, 60, to, 40, nullptr), TL_OK);
         REQUIRE(std::equal(to, to + 40, reinterpret_cast<const char *>(bytes.data()) + 60));
         REQUIRE_EQ(tl_origin_copy(&reached.origin, 61, to, 40, nullptr), TL_ERR_READ);
@@ -154,6 +159,22 @@ TEST(an_origin_gives_nothing_beside_its_bytes) {
     REQUIRE_EQ(tl_origin_copy(&nowhere, 0, to, 1, nullptr), TL_ERR_READ);
     nowhere.kind = 9;
     REQUIRE_EQ(tl_origin_copy(&nowhere, 0, to, 1, nullptr), TL_ERR_ARGUMENT);
+}
+
+TEST(copies_of_every_size_and_alignment) {
+    const Bytes bytes = random_bytes(400, 1);
+    const tl_origin origin = Reached(TL_ORIGIN_HERE, bytes).origin;
+    for (std::uint64_t from = 0; from < 3; from++) {
+        for (std::uint64_t at = 0; at < 33; at++) {
+            for (std::uint64_t nbytes : {0, 1, 15, 16, 63, 64, 79, 80, 95, 200, 321}) {
+                Bytes to(400), wanted(400);
+                std::copy_n(bytes.begin() + static_cast<long>(from), nbytes,
+                            wanted.begin() + static_cast<long>(at));
+                REQUIRE_EQ(tl_origin_copy(&origin, from, to.data() + at, nbytes, nullptr), TL_OK);
+                REQUIRE(to == wanted);
+            }
+        }
+    }
 }
 
 TEST(epochs_that_move_while_readers_read) {

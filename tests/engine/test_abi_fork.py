@@ -20,7 +20,7 @@ from tensorlift.engine import abi_fork
 from tensorlift.engine.abi_fork import Chunk, Origin, OriginKind, Outcome
 from tensorlift.engine.abi_types import Handle, RefusedError, Status
 
-MIB = 1 << 20
+MIB, BLOCK = 1 << 20, 256 << 10
 SIZES = (5 * MIB + 17, 0, 3)
 
 
@@ -132,7 +132,7 @@ def test_connections_at_once(seed: Seed) -> None:
 
 def test_the_digest_is_that_of_blocks() -> None:
     data = np.random.default_rng(1).integers(0, 256, 2 * MIB + 5, np.uint8)
-    blocks = [xxhash.xxh3_128_digest(data[at : at + MIB].tobytes()) for at in range(0, data.nbytes, MIB)]
+    blocks = [xxhash.xxh3_128_digest(data[at : at + BLOCK].tobytes()) for at in range(0, data.nbytes, BLOCK)]
     assert abi_fork.chunk_digest(data.ctypes.data, data.nbytes) == xxhash.xxh3_128_digest(b"".join(blocks))
     assert abi_fork.chunk_digest(0, 0) == xxhash.xxh3_128_digest(b"")
 
@@ -169,8 +169,8 @@ def test_a_fork_that_copies_gets_digests_and_at_its_word_the_epoch(seed: Seed) -
     to.sendall(struct.pack("<4sIQQQII", b"TLRQ", 0, 3, 2 * MIB + 5, 0, 1, 1))
     assert to.recv(16, socket.MSG_WAITALL) == struct.pack("<4siQ", b"TLAN", Outcome.OK, 0)
     region = seed.regions[0][3 : 2 * MIB + 8].tobytes()
-    digests = [xxhash.xxh3_128_digest(region[at : at + MIB]) for at in range(0, len(region), MIB)]
-    assert to.recv(48, socket.MSG_WAITALL) == b"".join(digests)
+    digests = [xxhash.xxh3_128_digest(region[at : at + BLOCK]) for at in range(0, len(region), BLOCK)]
+    assert to.recv(9 * 16, socket.MSG_WAITALL) == b"".join(digests)
     # However fast the seed was: the epoch is read behind the copy.
     assert select.select([to], [], [], 0.1)[0] == []
     abi_fork.sender_set_epoch(seed.handle, 1, True)
@@ -184,7 +184,7 @@ def test_a_fork_that_copies_gets_digests_and_at_its_word_the_epoch(seed: Seed) -
 def test_a_fork_that_copies_without_digests_is_paced_all_the_same(seed: Seed) -> None:
     to = seed.connect()
     to.sendall(struct.pack("<4sIQQQII", b"TLRQ", 0, 0, 2 * MIB, 0, 0, 1))
-    assert to.recv(48, socket.MSG_WAITALL)[16:] == bytes(32)
+    assert to.recv(16 + 8 * 16, socket.MSG_WAITALL)[16:] == bytes(8 * 16)
     to.sendall(b"TLCP")
     assert to.recv(32, socket.MSG_WAITALL)[:8] == struct.pack("<4sI", b"TLTR", 0)
 
@@ -195,6 +195,24 @@ def test_a_fork_that_says_something_else_than_that_it_has_copied(seed: Seed) -> 
     assert len(to.recv(32, socket.MSG_WAITALL)) == 32
     assert to.recv(1) == b""
     assert seed.stats()["bad_requests"] == 1
+
+
+def test_a_file_of_memory_is_mapped_only_where_it_stays_as_large() -> None:
+    descriptor, memory = abi_fork.shared_create(5000)
+    memory[4999] = b"x"
+    with leaks.nothing_left():
+        mapped = abi_fork.shared_map(descriptor)
+        assert mapped.nbytes == 5000
+        abi_fork.copy_from(Origin(OriginKind.HERE, 0, *mapped[:2]), 4998, to := np.zeros(2, np.uint8))
+        abi_fork.shared_release(-1, *mapped[:2])
+        assert to.tolist() == [0, ord("x")]
+        shrinkable = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        os.truncate(shrinkable, 5000)
+        for no_such in (shrinkable, -1):
+            with pytest.raises(RefusedError, match="no file of memory that stays as large as it is"):
+                abi_fork.shared_map(no_such)
+        os.close(shrinkable)
+    abi_fork.shared_release(descriptor, np.frombuffer(memory, np.uint8).ctypes.data, 5000)
 
 
 @pytest.mark.parametrize("how", [OriginKind.HERE, OriginKind.PROCESS])
@@ -216,7 +234,6 @@ def test_an_origin_that_cannot_be_read(seed: Seed) -> None:
     for origin, says in (
         (Origin(OriginKind.PROCESS, os.getpid(), 16, 10), "cannot read the seed's memory: Bad address"),
         (Origin(OriginKind.PROCESS, 2**22 + 1, 16, 10), "cannot read the seed's memory: No such process"),
-        (Origin(OriginKind.FILE, -1, 0, 10), "cannot read the seed's shared memory: Bad file descriptor"),
         (Origin(OriginKind.HERE, 0, memory.ctypes.data, 9), "the seed has not said where it has these bytes"),
         (Origin(7, 0, 0, 10), "no kind of origin: 7"),
     ):

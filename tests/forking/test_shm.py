@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -10,7 +11,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -185,8 +185,11 @@ def pipe() -> int:
     return ours
 
 
-def memory() -> int:
-    return os.memfd_create("lying")
+def memory(seals: int = fcntl.F_SEAL_SHRINK, nbytes: int = 9) -> int:
+    made = os.memfd_create("lying", os.MFD_ALLOW_SEALING)
+    os.truncate(made, nbytes)
+    fcntl.fcntl(made, fcntl.F_ADD_SEALS, seals)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -201,6 +204,11 @@ def memory() -> int:
         (table(1, [0, 0, 10]), nothing_more, "0 of 1 files of memory came"),
         (table(1, [0, 0, 10]), passing(memory, memory), "2 of 1 files of memory came"),
         (table(2, [1, 0, 10]), passing(memory, pipe), "is no file of memory"),
+        # Reading what is no longer there would be a signal.
+        (table(1, [0, 0, 9]), passing(lambda: memory(fcntl.F_SEAL_GROW)), "is no file of memory that stays"),
+        (table(1, [0, 0, 9]), passing(lambda: memory(nbytes=0)), "is no file of memory that stays"),
+        (table(1, [0, 0, 10]), passing(memory), "in a file that is shorter"),
+        (table(1, [0, 2**63 - 1, 10]), passing(memory), "in a file that is shorter"),
         (b"", nothing_more, "closed after 0 of 8 bytes"),
     ],
 )  # fmt: skip
@@ -219,29 +227,3 @@ def test_a_seed_that_lies(said: bytes, then: Callable[[socket.socket], None], er
                 ShmConnection(f"{shm._host()}:{name}", "", LEASE, PATIENCE)
         finally:
             listener.close()
-
-
-def test_a_file_that_ends_before_its_region() -> None:
-    """Read, not mapped: an error, and no signal."""
-
-    def lie(peer: socket.socket) -> None:
-        welcome(peer, "", lambda lease: True)
-        peer.sendall(table(1, [0, 0, 10]))
-        passing(memory)(peer)
-        held.wait()
-        sender.serve(peer)
-
-    held = threading.Event()
-    region = np.zeros(10, np.uint8)
-    sender = Sender([Memory(region.ctypes.data, 10)], lambda lease: True)
-    name = secrets.token_hex(16)
-    listener = Listener(shm._socket_name(name), 0, lie, 4)
-    listener.start()
-    connection = ShmConnection(f"{shm._host()}:{name}", "", LEASE, PATIENCE)
-    held.set()
-    to = np.zeros(10, np.uint8)
-    with pytest.raises(ConnectionError, match="it ends before the region does"):
-        connection.fetch(Chunk(0, 0, 10), 0, np.array([[0, 10, to.ctypes.data]], np.uint64), True)
-    connection.close()
-    listener.close()
-    sender.close()

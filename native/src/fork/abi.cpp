@@ -124,21 +124,22 @@ private:
 Failure digest_of_block(tl::Socket &socket, tl_chunk &chunk, uint64_t nbytes) {
     tl::Digest theirs;
     uint64_t counted = 0;
-    for (uint64_t k = 0; k < sizeof theirs.bytes; k++) {
-        if (Failure f = socket.receive(theirs.bytes + k, 1)) return f;
-        const uint64_t until = (k + 1) * nbytes / sizeof theirs.bytes;
+    for (uint64_t came = 0; came < sizeof theirs.bytes;) {
+        if (Failure f = socket.receive_some(theirs.bytes + came, sizeof theirs.bytes - came, &came)) return f;
+        const uint64_t until = came * nbytes / sizeof theirs.bytes;
         tl::count(&chunk.done, until - counted);
         counted = until;
     }
     return {};
 }
 
-// The next block of a chunk: what comes, or what is copied once its digest has come.
+// The next block of a chunk: what comes, or what is copied once its digest has come. seen: what is to be digested.
 Failure bring(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, uint64_t at, char *to,
-              uint64_t nbytes) {
+              uint64_t nbytes, const char **seen) {
+    *seen = to;
     if (!origin) return socket.receive(to, nbytes, nullptr, &chunk.done);
     if (Failure f = digest_of_block(socket, chunk, nbytes)) return f;
-    return origin->copy(chunk.offset + at, to, nbytes);
+    return origin->copy(chunk.offset + at, to, nbytes, seen);
 }
 
 // The same from device to device, where the host need not see the bytes.
@@ -161,12 +162,13 @@ Failure receive(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, P
         }
         char *to = nullptr;
         if (Failure f = places.memory(at, nbytes, &to)) return f;
-        if (Failure f = bring(socket, chunk, origin, at, to, nbytes)) {
+        const char *seen = nullptr;
+        if (Failure f = bring(socket, chunk, origin, at, to, nbytes, &seen)) {
             f.got += at;
             f.wanted = chunk.nbytes;
             return f;
         }
-        blocks.add(to, nbytes);
+        blocks.add(seen, nbytes);
         if (Failure f = places.scatter(at, nbytes, to)) return f;
     }
     if (!origin) return {};
@@ -347,7 +349,8 @@ tl_status tl_origin_copy(const tl_origin *origin, uint64_t offset, void *to, uin
                          tl_error *error) {
     return tl::guarded(error, [&]() -> Failure {
         if (!origin || (nbytes && !to)) return failure(TL_ERR_ARGUMENT, "no origin or no place");
-        return tl::Origin(*origin, nullptr).copy(offset, static_cast<char *>(to), nbytes);
+        const char *seen = nullptr;
+        return tl::Origin(*origin, nullptr).copy(offset, static_cast<char *>(to), nbytes, &seen);
     });
 }
 

@@ -1,9 +1,10 @@
 #include "fork/origin.hpp"
 
 #include <sys/uio.h>
-#include <unistd.h>
 
 #include <cerrno>
+
+#include "fork/streaming.hpp"
 
 namespace tl {
 namespace {
@@ -33,15 +34,15 @@ Failure Origin::find(uint64_t offset, uint64_t nbytes, uint64_t *at) const {
     return {};
 }
 
-Failure Origin::copy(uint64_t offset, char *to, uint64_t nbytes) const {
+Failure Origin::copy(uint64_t offset, char *to, uint64_t nbytes, const char **seen) const {
+    *seen = to;
     uint64_t at = 0;
     if (Failure f = find(offset, nbytes, &at)) return f;
     switch (origin_.kind) {
         case TL_ORIGIN_HERE:
-            std::memcpy(to, reinterpret_cast<const char *>(at), nbytes);
+            *seen = reinterpret_cast<const char *>(at);
+            copy_streaming(to, *seen, nbytes);
             return {};
-        case TL_ORIGIN_FILE:
-            return from_file(at, to, nbytes);
         case TL_ORIGIN_PROCESS:
             return from_process(at, to, nbytes);
         case TL_ORIGIN_DEVICE:
@@ -50,13 +51,6 @@ Failure Origin::copy(uint64_t offset, char *to, uint64_t nbytes) const {
         default:
             return failure(TL_ERR_ARGUMENT, "no kind of origin: " + std::to_string(origin_.kind));
     }
-}
-
-// Read rather than mapped: no page faults, and no SIGBUS whatever becomes of the file.
-Failure Origin::from_file(uint64_t at, char *to, uint64_t nbytes) const {
-    return all(nbytes, "cannot read the seed's shared memory", [&](uint64_t done) {
-        return pread(origin_.handle, to + done, nbytes - done, static_cast<off_t>(at + done));
-    });
 }
 
 Failure Origin::from_process(uint64_t at, char *to, uint64_t nbytes) const {

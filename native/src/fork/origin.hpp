@@ -18,11 +18,11 @@ public:
     // Where bytes [offset, offset + nbytes) of the region begin, if it has them.
     Failure find(uint64_t offset, uint64_t nbytes, uint64_t *at) const;
 
-    // Bytes [offset, offset + nbytes) of the region, all of them, or why not. Never a byte beside it.
-    Failure copy(uint64_t offset, char *to, uint64_t nbytes) const;
+    // Bytes [offset, offset + nbytes) of the region, all of them, or why not. Never a byte beside it. seen: where they are in
+    // the caches after it, to be digested; what is wrong in either of the two is noticed, for the seed digests before that.
+    Failure copy(uint64_t offset, char *to, uint64_t nbytes, const char **seen) const;
 
 private:
-    Failure from_file(uint64_t at, char *to, uint64_t nbytes) const;
     Failure from_process(uint64_t at, char *to, uint64_t nbytes) const;
 
     const tl_origin origin_;

@@ -1,6 +1,7 @@
 // Files of memory that other processes may read: sealed, and of huge pages where the kernel gives them.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -39,14 +40,14 @@ struct Made {
 };
 
 // Huge pages are of use where the address in memory and the one in the file are alike.
-char *map_aligned(int fd, uint64_t nbytes) {
+char *map_aligned(int fd, uint64_t nbytes, int access) {
     const uint64_t room = nbytes + kHuge;
     void *around = mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (around == MAP_FAILED) return static_cast<char *>(MAP_FAILED);
     char *begin = static_cast<char *>(around);
     char *to = reinterpret_cast<char *>(tl::round_up(reinterpret_cast<uint64_t>(begin), kHuge));
     char *end = to + tl::round_up(nbytes, tl::kPage);
-    if (mmap(to, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    if (mmap(to, nbytes, access, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
         munmap(around, room);
         return static_cast<char *>(MAP_FAILED);
     }
@@ -69,7 +70,7 @@ Failure make(uint64_t nbytes, Made &made) {
     if (made.fd < 0) return os_failure(TL_ERR_MEMORY, errno, "cannot make a file of memory");
     if (ftruncate(made.fd, static_cast<off_t>(nbytes)) != 0)
         return os_failure(TL_ERR_MEMORY, errno, "cannot make a file of memory so large");
-    made.address = map_aligned(made.fd, nbytes);
+    made.address = map_aligned(made.fd, nbytes, PROT_READ | PROT_WRITE);
     if (made.address == MAP_FAILED) return os_failure(TL_ERR_MEMORY, errno, "cannot map a file of memory");
     make_huge(made);
     // All of it now: what is missing later would be a signal, not an error.
@@ -100,5 +101,20 @@ tl_status tl_shared_create(uint64_t nbytes, int32_t *fd, uint64_t *address, tl_e
 
 void tl_shared_release(int32_t fd, uint64_t address, uint64_t nbytes) {
     munmap(reinterpret_cast<void *>(address), nbytes);
-    close(fd);
+    if (fd >= 0) close(fd);
+}
+
+tl_status tl_shared_map(int32_t fd, uint64_t *address, uint64_t *nbytes, tl_error *error) {
+    return tl::guarded(error, [&]() -> Failure {
+        if (!address || !nbytes) return tl::failure(TL_ERR_ARGUMENT, "no place for address and size");
+        const int seals = fcntl(fd, F_GET_SEALS);
+        struct stat stat {};
+        if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(fd, &stat) != 0 || stat.st_size <= 0)
+            return tl::failure(TL_ERR_ARGUMENT, "this is no file of memory that stays as large as it is");
+        *nbytes = static_cast<uint64_t>(stat.st_size);
+        char *mapped = map_aligned(fd, *nbytes, PROT_READ);
+        if (mapped == MAP_FAILED) return os_failure(TL_ERR_MEMORY, errno, "cannot map a file of memory");
+        *address = reinterpret_cast<uint64_t>(mapped);
+        return {};
+    });
 }

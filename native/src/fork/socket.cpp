@@ -40,26 +40,33 @@ Failure Socket::send(const void *bytes, uint64_t nbytes) {
 Failure Socket::receive(void *bytes, uint64_t nbytes, bool *closed, uint64_t *counter) {
     char *to = static_cast<char *>(bytes);
     for (uint64_t done = 0; done < nbytes;) {
-        const ssize_t came = recv(fd_, to + done, nbytes - done, MSG_DONTWAIT);
-        if (came > 0) {
-            done += static_cast<uint64_t>(came);
-            if (counter) count(counter, static_cast<uint64_t>(came));
-        } else if (came == 0) {
-            if (closed && done == 0) {
-                *closed = true;
-                return {};
-            }
-            Failure f = failure(TL_ERR_READ, "the other side closed the connection");
+        const uint64_t before = done;
+        if (Failure f = receive_some(to + done, nbytes - done, &done, done ? nullptr : closed)) {
             f.got = done;
             f.wanted = nbytes;
             return f;
-        } else if (!again(errno)) {
-            return lost(errno, "cannot receive", done, nbytes);
-        } else if (Failure f = ready(POLLIN, false, done, nbytes)) {
-            return f;
         }
+        if (closed && *closed) return {};
+        if (counter) count(counter, done - before);
     }
     return {};
+}
+
+Failure Socket::receive_some(void *bytes, uint64_t nbytes, uint64_t *done, bool *closed) {
+    while (true) {
+        const ssize_t came = recv(fd_, bytes, nbytes, MSG_DONTWAIT);
+        if (came > 0) {
+            *done += static_cast<uint64_t>(came);
+            return {};
+        }
+        if (came == 0 && closed) {
+            *closed = true;
+            return {};
+        }
+        if (came == 0) return failure(TL_ERR_READ, "the other side closed the connection");
+        if (!again(errno)) return lost(errno, "cannot receive", 0, nbytes);
+        if (Failure f = ready(POLLIN, false, 0, nbytes)) return f;
+    }
 }
 
 Failure Socket::wait_for_request(bool *closed) {

@@ -24,6 +24,8 @@ public:
     Failure send(const void *bytes, uint64_t nbytes);
     // counter: of bytes as they come.
     Failure receive(void *bytes, uint64_t nbytes, bool *closed = nullptr, uint64_t *counter = nullptr);
+    // As many as are there, at least one; done goes up by them.
+    Failure receive_some(void *bytes, uint64_t nbytes, uint64_t *done, bool *closed = nullptr);
 
     // Sleeps for so long as nothing comes.
     Failure wait_for_request(bool *closed);

@@ -15,7 +15,7 @@ public:
     // One being sent or received, the other being copied. Of several blocks: each copy and each event is a few calls of a
     // driver whose locks the owner of the device wants too.
     static constexpr uint64_t kSlots = 2;
-    static constexpr uint64_t kSlotBytes = 4 * kBlock;
+    static constexpr uint64_t kSlotBytes = 16 * kBlock;
 
     // Of one thread at a time; null with the reason in *why.
     static std::unique_ptr<Stage> make(int32_t device_kind, int32_t device, Failure *why);

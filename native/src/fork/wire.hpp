@@ -23,8 +23,8 @@ inline constexpr uint32_t kAnswer = 0x4e414c54;   // "TLAN"
 inline constexpr uint32_t kTrailer = 0x52544c54;  // "TLTR"
 inline constexpr uint32_t kCopied = 0x50434c54;   // "TLCP"
 
-// What is digested and sent, or received and digested, while it is in the processor's caches.
-inline constexpr uint64_t kBlock = 1u << 20;
+// What is digested and sent, or received and digested, while it is in a processor core's own cache.
+inline constexpr uint64_t kBlock = 256u << 10;
 
 struct Request {
     uint32_t magic;

@@ -29,7 +29,7 @@ __all__ = [
     "IPC_BYTES", "Chunk", "Memory", "Origin", "OriginKind", "Outcome", "Places", "SenderStats",
     "Staging", "chunk_digest", "copy_from", "fetch_chunk", "ipc_export", "sender_create",
     "sender_destroy", "sender_serve", "sender_set_epoch", "sender_stats", "shared_create",
-    "shared_release",
+    "shared_map", "shared_release",
 ]  # fmt: skip
 
 
@@ -83,7 +83,7 @@ class _Region(ctypes.Structure):
 class OriginKind:
     """The values of tl_origin_kind."""
 
-    HERE, FILE, PROCESS, DEVICE = range(4)
+    HERE, PROCESS, DEVICE = range(3)
 
 
 class _IpcHandle(ctypes.Structure):
@@ -116,6 +116,7 @@ _FUNCTIONS: Functions = {
     ),
     "tl_origin_copy": (i32, (ctypes.POINTER(Origin), u64, ptr, u64, _ERROR), True),
     "tl_shared_create": (i32, (u64, ctypes.POINTER(i32), ctypes.POINTER(u64), _ERROR), True),
+    "tl_shared_map": (i32, (i32, ctypes.POINTER(u64), ctypes.POINTER(u64), _ERROR), True),
     "tl_shared_release": (None, (i32, u64, u64), True),
     "tl_chunk_digest": (None, (ptr, u64, ptr), True),
 }
@@ -246,8 +247,18 @@ def shared_create(nbytes: int) -> tuple[int, ctypes.Array[ctypes.c_char]]:
     return descriptor.value, (ctypes.c_char * nbytes).from_address(address.value)
 
 
+def shared_map(descriptor: int) -> Memory:
+    """Such a file of another process, mapped here to be read; the descriptor can be closed behind this.
+
+    For shared_release(). Blocks; raises RefusedError where it is no such file.
+    """
+    address, nbytes = u64(), u64()
+    ask(_function("tl_shared_map"), descriptor, ctypes.byref(address), ctypes.byref(nbytes))
+    return Memory(address.value, nbytes.value)
+
+
 def shared_release(descriptor: int, address: int, nbytes: int) -> None:
-    """The end of both."""
+    """The end of both; ``descriptor``: below 0 where there is none any more."""
     _function("tl_shared_release")(descriptor, address, nbytes)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -26,7 +25,16 @@ import msgspec
 import numpy as np
 
 from tensorlift.engine import abi
-from tensorlift.engine.abi_fork import IPC_BYTES, Memory, Origin, OriginKind, copy_from, ipc_export
+from tensorlift.engine.abi_fork import (
+    IPC_BYTES,
+    Memory,
+    Origin,
+    OriginKind,
+    copy_from,
+    ipc_export,
+    shared_map,
+    shared_release,
+)
 from tensorlift.engine.abi_types import RefusedError
 from tensorlift.forking.connection import NotHereError, SocketConnection
 from tensorlift.forking.handshake import introduce, receive
@@ -50,7 +58,7 @@ _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 # In place of the number of a file.
 _IN_THE_PROCESS, _ON_A_DEVICE = -1, -2
 _WAYS = {
-    OriginKind.FILE: "memfd",
+    OriginKind.HERE: "memfd",
     OriginKind.PROCESS: "process_vm_readv",
     OriginKind.DEVICE: "CUDA IPC",
     None: "socket",
@@ -140,7 +148,7 @@ class ShmConnection(SocketConnection):
         Raises NotHereError on another host and where the kernel does not let this process read the seed's;
         ConnectionRefusedError where the seed does not take token or lease; OSError.
         """
-        self._files: list[int] = []
+        self._files: list[Memory] = []
         peer = _connected(address, seconds)
         try:
             introduce(peer, token, lease)
@@ -199,7 +207,8 @@ class ShmConnection(SocketConnection):
 
     def _close_files(self) -> None:
         while self._files:
-            os.close(self._files.pop())
+            file = self._files.pop()
+            shared_release(-1, file.address, file.nbytes)
 
     def _receive(self, peer: socket.socket) -> _Table:
         (length,) = _LENGTH.unpack(receive(peer, _LENGTH.size))
@@ -211,15 +220,20 @@ class ShmConnection(SocketConnection):
             table = msgspec.json.decode(receive(peer, length), type=_Table)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             raise ConnectionAbortedError("what the seed says about its memory is no table of it") from None
-        _, self._files, _, _ = socket.recv_fds(peer, 1, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
-        if len(self._files) != table.files:
-            raise ConnectionAbortedError(
-                f"{len(self._files)} of {table.files} files of memory came: has this process run out of "
-                "descriptors?"
-            )
-        for file in self._files:
-            if not _is_memory(file):  # reading it might wait for ever
-                raise ConnectionAbortedError("what the seed has passed is no file of memory")
+        _, files, _, _ = socket.recv_fds(peer, 1, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if len(files) != table.files:
+                raise ConnectionAbortedError(
+                    f"{len(files)} of {table.files} files of memory came: has this process run out of "
+                    "descriptors?"
+                )
+            for file in files:
+                self._files.append(shared_map(file))
+        except RefusedError as refused:
+            raise ConnectionAbortedError(f"what the seed has passed: {refused.error.text}") from None
+        finally:
+            for file in files:
+                os.close(file)
         return table
 
     def _place(self, place: _Place, process: int) -> Origin | None:
@@ -229,14 +243,10 @@ class ShmConnection(SocketConnection):
             return Origin(OriginKind.PROCESS, process, place.address, place.nbytes)
         if place.file >= len(self._files):
             raise ConnectionAbortedError("the seed says that a region is in a file that has not come")
-        return Origin(OriginKind.FILE, self._files[place.file], place.address, place.nbytes)
-
-
-def _is_memory(file: int) -> bool:
-    try:
-        return fcntl.fcntl(file, fcntl.F_GET_SEALS) >= 0
-    except OSError:
-        return False
+        file = self._files[place.file]
+        if place.address + place.nbytes > file.nbytes:
+            raise ConnectionAbortedError("the seed says that a region is in a file that is shorter")
+        return Origin(OriginKind.HERE, 0, file.address + place.address, place.nbytes)
 
 
 def _socket_name(name: str) -> str:
