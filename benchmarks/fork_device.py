@@ -40,9 +40,9 @@ import torch
 from tensorlift import loading
 from tensorlift.bench import machine
 from tensorlift.bench.cases import qwen3_moe
+from tensorlift.bench.decoding import Decoder, hash_of, llama, room_for
 from tensorlift.bench.report import Row, Series, show_rows, write_report
 from tensorlift.errors import MismatchError
-from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.offering import named_tensors, offer
@@ -53,19 +53,6 @@ KEY = ModelKey(model="benchmark")
 WITHIN = 1.02
 TCP: dict[str, Any] = {"transports": ["tcp"], "connections": 2}
 PLAN_SECONDS = 0.1
-# 3.5 billion parameters with 16 layers.
-SIZES = {
-    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
-    "num_key_value_heads": 32, "max_position_embeddings": 8192, "tie_word_embeddings": False,
-}  # fmt: skip
-
-
-def room_for(url: str, device: str) -> dict[str, torch.Tensor]:
-    """Memory for all tensors of a seed."""
-    return {
-        one.name: torch.empty_strided(one.shape, one.stride, dtype=getattr(torch, one.dtype), device=device)
-        for one in SeedClient(url).manifest().tensors
-    }
 
 
 def fork_on_demand(orders: Connection, url: str, hashes: bool, device: str) -> None:
@@ -78,77 +65,6 @@ def fork_on_demand(orders: Connection, url: str, hashes: bool, device: str) -> N
         how = fork_into(ours, url, patience=60.0, **options).transports[url]
         orders.send(time.perf_counter() - begin)
         print(f"{options}: {how}", file=sys.stderr, flush=True)
-
-
-def hash_of(tensor: torch.Tensor) -> int:
-    import zlib
-
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-
-
-def make_model(options: argparse.Namespace) -> Any:
-    import transformers
-
-    sizes = SIZES
-    if options.hidden is not None:
-        share = options.hidden / SIZES["hidden_size"]
-        names = ("vocab_size", "hidden_size", "intermediate_size")
-        heads = max(4, int(SIZES["num_attention_heads"] * share))
-        sizes = SIZES | {name: int(SIZES[name] * share) for name in names}
-        sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=options.layers)
-    with torch.device(options.device):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-
-
-class Decoder:
-    """Greedy decoding behind one prompt, a token at a time, with a static cache; on a device the step is one
-    CUDA graph, as engines decode: kernel by kernel from Python the host's noise is all that one sees.
-    """
-
-    def __init__(self, model: Any, tokens: int, device: str) -> None:
-        from transformers import StaticCache
-
-        self._model, self._tokens, self._device = model, tokens, device
-        self._cache = StaticCache(config=model.config, max_cache_len=tokens + 32)
-        self._prompt = torch.arange(16, device=device).reshape(1, -1)
-        self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
-        self._begin()
-        self._graph: torch.cuda.CUDAGraph | None = None
-        if device != "cpu":
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(3):
-                    self._step()
-            torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._step()
-
-    @torch.inference_mode()
-    def _begin(self) -> None:
-        self._cache.reset()
-        out = self._model(self._prompt, past_key_values=self._cache, use_cache=True)
-        self._token.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
-
-    @torch.inference_mode()
-    def _step(self) -> None:
-        out = self._model(self._token, past_key_values=self._cache, use_cache=True)
-        self._token.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
-
-    def run(self) -> tuple[list[int], list[float]]:
-        """Tokens, and the seconds of each until the host has it."""
-        self._begin()
-        found, seconds = [], []
-        for _ in range(self._tokens):
-            begin = time.perf_counter()
-            if self._graph is None:
-                self._step()
-            else:
-                self._graph.replay()
-            found.append(int(self._token.item()))
-            seconds.append(time.perf_counter() - begin)
-        return found, seconds
 
 
 class Fork:
@@ -317,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(options.folder)
-    model = make_model(options)
+    model = llama(options.layers, options.hidden, options.device)
     if not options.only:
         rows += rate_rows(model, options)
     with offered(model, options) as url:

@@ -19,7 +19,7 @@ from typing import Any
 from tensorlift.bench.rivals import Adapter
 from tensorlift.bench.sampling import digest_of_names, tensor_facts
 
-__all__ = ["answer", "disk_bytes", "reset_peak", "status_bytes"]
+__all__ = ["Watch", "answer", "device_free", "disk_bytes", "pinned_bytes", "reset_peak", "status_bytes"]
 
 _WATCH_SECONDS = 0.005
 
@@ -28,12 +28,12 @@ class _MissingError(Exception):
     """What a loader needs is not installed."""
 
 
-class _Watch:
+class Watch:
     """The most memory that was in use, looked at again and again; only where the time does not count."""
 
     def __init__(self, device: str, wanted: bool) -> None:
         self.device = device
-        self.free_before = self.free_least = _device_free(device)
+        self.free_before = self.free_least = device_free(device)
         self.anonymous = self.pinned = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True) if wanted else None
@@ -46,7 +46,7 @@ class _Watch:
         self.anonymous = max(self.anonymous, status.get("RssAnon", 0))
         self.pinned = max(self.pinned, status.get("VmPin", 0), status.get("VmLck", 0))
         if self.free_before is not None:
-            self.free_least = min(self.free_least, _device_free(self.device))
+            self.free_least = min(self.free_least, device_free(self.device))
 
     def end(self) -> None:
         """Stops looking."""
@@ -76,7 +76,7 @@ def _load(request: dict[str, Any]) -> dict[str, Any]:
     reset_peak()
     before = status_bytes()
     disk = disk_bytes()
-    watch = _Watch(device, request["watch"])
+    watch = Watch(device, request["watch"])
     modules = set(sys.modules)
     start = time.perf_counter()
     state, kept = adapter(request["files"], device)
@@ -98,7 +98,7 @@ def _load(request: dict[str, Any]) -> dict[str, Any]:
     told = kept.to_dict() if hasattr(kept, "to_dict") else {}
     if request["watch"]:
         found["anonymous_peak_bytes"] = watch.anonymous - before.get("RssAnon", 0)
-        found["pinned_peak_bytes"] = _pinned(watch.pinned, told)
+        found["pinned_peak_bytes"] = pinned_bytes(watch.pinned, told)
         if watch.free_before is not None:
             found["device_peak_bytes"] = watch.free_before - watch.free_least
     return found | ({"stats": told} if told else {})
@@ -116,7 +116,7 @@ def _imported(request: dict[str, Any]) -> Adapter:
     return adapter
 
 
-def _pinned(locked: int, told: dict[str, Any]) -> int | None:
+def pinned_bytes(locked: int, told: dict[str, Any]) -> int | None:
     """Bytes that a loader tells of or that the kernel counts; None where only the driver knows."""
     known = told.get("pinned_peak_bytes", 0) or locked
     return known if known or told else None
@@ -139,7 +139,8 @@ def _finish(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def _device_free(device: str) -> Any:
+def device_free(device: str) -> Any:
+    """Bytes that the driver says are free; None for a CPU."""
     if device == "cpu":
         return None
     import torch

@@ -13,6 +13,7 @@ what ``slices`` reads, gaps below a page included, in whole pages as storage giv
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,10 @@ from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.plan.extents import Extents, merge_extents
 from tensorlift.plan.indexing import PAGE, slice_tensor
 
-__all__ = ["Portion", "tensor_parallel_portion"]
+__all__ = ["WAYS", "Portion", "tensor_parallel_portion", "tensor_parallel_slices"]
+
+WAYS = ("rows", "columns", "")
+"""How a tensor is cut; "" is not at all."""
 
 _ROWS = frozenset(
     ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "embed_tokens", "lm_head")
@@ -38,8 +42,11 @@ class Portion:
     read: int
 
 
-def tensor_parallel_portion(checkpoint: Checkpoint, ranks: int) -> Portion:
-    """That of the first rank, which is never smaller than that of another by more than rounding."""
+def tensor_parallel_portion(checkpoint: Checkpoint, ranks: int, ways: Collection[str] = WAYS) -> Portion:
+    """That of the first rank, which is never smaller than that of another by more than rounding.
+
+    ``ways``: only of tensors that are cut so.
+    """
     own = read = 0
     for name, shape, code, start, size in zip(
         checkpoint.names,
@@ -49,10 +56,37 @@ def tensor_parallel_portion(checkpoint: Checkpoint, ranks: int) -> Portion:
         checkpoint.sizes.tolist(),
         strict=True,
     ):
-        part = _part(_cut(name), shape, dtypes.ALL[code].bits, start % PAGE, ranks)
-        own += size if part is None else part.own
-        read += size if part is None else min(part.read, size)
+        way = _cut(name)
+        part = _part(way, shape, dtypes.ALL[code].bits, start % PAGE, ranks)
+        if (way if part is not None else "") in ways:
+            own += size if part is None else part.own
+            read += size if part is None else min(part.read, size)
     return Portion(own, read)
+
+
+def tensor_parallel_slices(
+    checkpoint: Checkpoint, rank: int, ranks: int, ways: Collection[str] = WAYS
+) -> dict[str, tuple[int, int, int] | None]:
+    """What a rank asks a load for: (dim, start, stop) of each tensor that is cut in one of these ways, None
+    for one that is wanted whole.
+    """
+    found: dict[str, tuple[int, int, int] | None] = {}
+    for name, shape, code in zip(
+        checkpoint.names, checkpoint.shapes, checkpoint.dtypes.tolist(), strict=True
+    ):
+        way, bits = _cut(name), dtypes.ALL[code].bits
+        dim = _dim(way, shape, bits, ranks)
+        if (way if dim is not None else "") not in ways:
+            continue
+        if dim is None:
+            found[name] = None
+            continue
+        # Of whole bytes, where an item of the last dimension is less than one.
+        unit = max(1, 8 // bits) if dim == len(shape) - 1 else 1
+        width = -(-shape[dim] // (ranks * unit)) * unit
+        start = min(rank * width, shape[dim])
+        found[name] = dim, start, min(start + width, shape[dim])
+    return found
 
 
 def _cut(name: str) -> str:
@@ -63,17 +97,23 @@ def _cut(name: str) -> str:
     return "" if _ROWS.isdisjoint(parts) else "rows"
 
 
-@functools.lru_cache(maxsize=4096)
-def _part(cut: str, shape: tuple[int, ...], bits: int, start: int, ranks: int) -> Portion | None:
-    """None where a tensor is read whole; experts share shapes, so few are computed."""
+def _dim(cut: str, shape: tuple[int, ...], bits: int, ranks: int) -> int | None:
+    """Along which dimension; None for a tensor that is read whole."""
     wanted_dims = {"rows": (1, 2), "columns": (2,)}.get(cut, ())
     if ranks == 1 or len(shape) not in wanted_dims or shape[-1] * bits % 8 or 0 in shape:
         return None
+    dim = 0 if cut == "rows" else len(shape) - 1
+    return dim if shape[dim] >= ranks else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _part(cut: str, shape: tuple[int, ...], bits: int, start: int, ranks: int) -> Portion | None:
+    """None where a tensor is read whole; experts share shapes, so few are computed."""
+    dim = _dim(cut, shape, bits, ranks)
+    if dim is None:
+        return None
     # Along the last dimension in bytes: dtypes below a byte have no items of whole bytes.
     in_bytes = (*shape[:-1], shape[-1] * bits // 8)
-    dim = 0 if cut == "rows" else len(shape) - 1
-    if shape[dim] < ranks:
-        return None
     part = slice(0, -(-in_bytes[dim] // ranks))
     blocks = slice_tensor(in_bytes, 1, (part,) if dim == 0 else (slice(None), part)).blocks
     first = (blocks.starts + start) // PAGE * PAGE
