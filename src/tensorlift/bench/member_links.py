@@ -112,10 +112,11 @@ def communicator(member: Member, times: int, nbytes: int) -> list[dict[str, Any]
 
 def load_until_death(
     member: Member, files: list[str], group: str, victim: int, at_tensor: int, options: dict[str, Any]
-) -> dict[str, Any]:
-    """A gather in the middle of which one rank kills itself: when and with what error this one ends.
+) -> int | None:
+    """A gather in the middle of which one rank kills itself. Tells when and with what error this one ends.
 
-    group: "world", for one that is made for the load, or "own", for that of all ranks.
+    group: "world", for one that is made for the load, or "own", for that of all ranks, which is of no use
+    any more. Gives the bytes of device memory that are gone behind the former.
     """
     from tensorlift.errors import PeerError
 
@@ -124,13 +125,14 @@ def load_until_death(
     try:
         _load(member, files, group, victim, at_tensor, options)
     except PeerError as error:
-        ended = {"at": time.monotonic(), "message": str(error).splitlines()[0]}
+        # At once: what comes next may wait for a gather that never ends.
+        member.tell({"at": time.monotonic(), "message": str(error).splitlines()[0]})
     else:
         raise RuntimeError(f"rank {victim} was killed, and rank {member.rank} loaded all the same")
+    if free is None or group == "own":
+        return None
     settle(member)
-    if free is not None:
-        ended["device_left"] = free - device_free(member.device)
-    return ended
+    return int(free - device_free(member.device))
 
 
 def _load(
@@ -145,5 +147,5 @@ def _load(
         for count, (_, tensor) in enumerate(weights):
             del tensor
             if member.rank == victim and count == at_tensor:
-                member.tell(time.monotonic())
+                member.tell({"at": time.monotonic()})
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,15 @@ from typing import Any
 from tensorlift.bench.crew_member import Member
 from tensorlift.bench.parity import same_bytes
 from tensorlift.bench.samples import SETTLE_SECONDS
-from tensorlift.bench.worker import Watch, device_free, pinned_bytes, reset_peak, status_bytes
+from tensorlift.bench.worker import (
+    Watch,
+    call_bytes,
+    device_free,
+    disk_bytes,
+    pinned_bytes,
+    reset_peak,
+    status_bytes,
+)
 from tensorlift.errors import MismatchError
 from tensorlift.plan.tensor_parallel import WAYS
 
@@ -128,6 +136,7 @@ def _fastsafetensors(job: Job) -> tuple[Mapping[str, Any], Any]:
     """Each rank reads a share of the files, and broadcasts tensor by tensor."""
     from fastsafetensors import SafeTensorsFileLoader
 
+    # Tensors stay right behind its end.
     loader = SafeTensorsFileLoader(job.group, job.device, nogds=True)
     loader.add_filenames(job.shares)
     buffer = loader.copy_files_to_device()
@@ -135,7 +144,9 @@ def _fastsafetensors(job: Job) -> tuple[Mapping[str, Any], Any]:
     for name in list(buffer.key_to_rank_lidx):
         part = job.parts.get(name) if job.parts is not None else None
         state[name] = buffer.get_tensor(name) if part is None else buffer.get_sharded(name, part[0])
-    return state, (loader, buffer)
+    buffer.close()
+    loader.close()
+    return state, None
 
 
 def _fastsafetensors_parallel(job: Job) -> tuple[Mapping[str, Any], Any]:
@@ -218,12 +229,18 @@ def sample(
     watching = Watch(member.device, watch)
     while (left := at - time.monotonic()) > 0:
         time.sleep(left)
-    used = _cpu_seconds()
+    used, called, fetched = _cpu_seconds(), call_bytes(), disk_bytes()
     begin = time.monotonic()
     state, kept = how.function(job)
     member.synchronize()
     seconds = time.monotonic() - at
-    found: dict[str, Any] = {"seconds": seconds, "late": begin - at, "cpu_seconds": _cpu_seconds() - used}
+    found: dict[str, Any] = {
+        "seconds": seconds,
+        "late": begin - at,
+        "cpu_seconds": _cpu_seconds() - used,
+        "call_bytes": call_bytes() - called,
+        "disk_bytes": disk_bytes() - fetched,
+    }
     watching.end()
     told = kept.to_dict() if hasattr(kept, "to_dict") else {}
     if told:

@@ -38,7 +38,7 @@ from tensorlift.bench.ceilings import Ceilings
 from tensorlift.bench.report import Row, show_rows, write_report
 from tensorlift.bench.samples import say
 from tensorlift.bench.several_bench import SeveralBench
-from tensorlift.bench.several_forks import Decoding, death_rows, fork_rows
+from tensorlift.bench.several_forks import DEATHS, Decoding, death_rows, fork_rows
 from tensorlift.bench.several_rows import (
     ceiling_rows,
     cold_rows,
@@ -78,11 +78,13 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--disk", type=Path, default=Path("build/several"), help="a folder on a disk")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--layers", type=int, default=12, help="in the tmpfs; 12 make 15.9 GB")
-    parser.add_argument("--disk-layers", type=int, default=2, help="on the disk; 2 make 3.7 GB")
+    parser.add_argument("--disk-layers", type=int, default=1, help="on the disk; 1 makes 2.5 GB")
     parser.add_argument("--shards", type=int, default=16)
     parser.add_argument("--runs", type=int, default=5, help="samples that count, of each")
     parser.add_argument("--patience", type=float, default=90, help="seconds for one load by all ranks")
-    parser.add_argument("--decode-layers", type=int, default=16, help="of the model that decodes")
+    parser.add_argument(
+        "--decode-layers", type=int, default=8, help="of the model that decodes; 8 make 3.8 GB"
+    )
     parser.add_argument("--decode-hidden", type=int, help="its hidden size, all else in proportion")
     parser.add_argument("--tokens", type=int, default=500, help="of a round of it")
     parser.add_argument("--rounds", type=int, default=5)
@@ -148,7 +150,8 @@ class Report:
         self.path: Path | None = None
         self._bench = bench
         self._folder = Path(os.environ.get("OUT") or options.results)
-        self._theme = f"several-{len(bench.devices)}"
+        rows = [] if options.rows == list(ROWS) else options.rows
+        self._theme = "-".join(["several", str(len(bench.devices)), *rows])
         self._settings = {key: str(value) for key, value in vars(options).items()}
         self._machine = machine.facts(options.folder.parent, options.disk)
         if options.commit:
@@ -157,13 +160,10 @@ class Report:
     def write(self) -> None:
         """What there is so far."""
         bench = self._bench
-        for name, notes in bench.notes.items():
-            if name.startswith("ceilings"):
-                self._machine |= notes["facts"][0]
         self.path = write_report(
             self._folder,
             self._theme,
-            self._machine,
+            self._machine | bench.facts,
             self._settings,
             self.rows,
             notes=bench.notes,
@@ -216,13 +216,13 @@ def _measure(options: argparse.Namespace, bench: SeveralBench, report: Report) -
     decoding = Decoding(
         options.decode_layers, options.decode_hidden, options.tokens, options.rounds, options.limit
     )
-    once: dict[str, Callable[[], list[Row]]] = {
-        "death": lambda: death_rows(bench, worlds[0]),
-        "fork": lambda: fork_rows(bench, decoding),
-    }
-    for name, work in once.items():
+    once: list[tuple[str, str, Callable[[], list[Row]]]] = [
+        ("death", group, functools.partial(death_rows, bench, worlds[0], group)) for group in DEATHS
+    ]
+    once.append(("fork", "beside decoding", functools.partial(fork_rows, bench, decoding)))
+    for name, what, work in once:
         if name in options.rows:
-            report.measure(name, _ONCE[name] * options.budget, work)
+            report.measure(f"{name}, {what}", _ONCE[name] * options.budget, work)
     each(_LAST)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensorlift.bench import member_loads
+from tensorlift.bench import member_links, member_loads
 from tensorlift.bench.cases import Case
 from tensorlift.bench.ceilings import Ceilings
 from tensorlift.bench.crew import Crew
@@ -18,6 +18,8 @@ from tensorlift.bench.member_loads import LOADERS
 from tensorlift.bench.report import Series
 from tensorlift.bench.samples import SLOW_SAMPLES, say
 from tensorlift.errors import MachineError
+from tensorlift.plan.tensor_parallel import WAYS, tensor_parallel_portion
+from tensorlift.sources import find, read_headers
 
 __all__ = ["Loads", "SeveralBench", "host_cpu_seconds"]
 
@@ -25,6 +27,7 @@ __all__ = ["Loads", "SeveralBench", "host_cpu_seconds"]
 _SOON = 0.05
 # What takes longer is run fewer times.
 _SLOW_SECONDS = 3.0
+_DISK_RUNS = 3
 
 
 @dataclass(slots=True)
@@ -56,9 +59,10 @@ class Loads:
         notes = self.series.notes
         return sum(float(note["host_cpu_seconds"]) for note in notes) / len(notes)
 
+    @property
     def read_bytes(self) -> int:
-        """What the rank that read most had its readers deliver, by ours' own count."""
-        return max(int(sum(one.values())) for one in self.series.notes[-1]["readers"])
+        """What the rank that read most had system calls read: that of each sample is the same."""
+        return min(int(max(note["call_bytes"])) for note in self.series.notes)
 
     def record(self) -> dict[str, Any]:
         """Plain values for the file."""
@@ -85,6 +89,8 @@ class SeveralBench:
         self.is_cuda = devices[0] != "cpu"
         self.until = self.deadline = time.monotonic() + seconds
         """Until when the row that is measured may take."""
+        self.facts: dict[str, Any] = {}
+        """What the first rank says of its device."""
         self.notes: dict[str, Any] = {}
         """What is no ratio, by row."""
         self.dropped: list[str] = []
@@ -125,6 +131,7 @@ class SeveralBench:
         self._crew.start(self.patience(180))
         if self._crew.starts != starts:
             say(f"{len(devices)} ranks, {self._crew.backend}: started in {time.monotonic() - begin:.1f} s")
+        self.facts = self.facts or self._crew.ask(member_links.facts, self.patience())[0]
         return self._crew
 
     def dismiss(self) -> None:
@@ -152,13 +159,17 @@ class SeveralBench:
         """Loaders in turn on the same ranks, by name: first all bytes are compared, then memory is watched,
         then samples count.
 
-        share: of the files that is cached before each load; None for files in memory.
+        share: of the files that is cached before each load; None for files in memory. From a disk fewer
+        samples count, for the disk decides, and memory is that of files in memory.
         """
-        racing = {name: Loads(name, Series(name, case.nbytes, warm_up=0)) for name in names}
+        racing = {
+            name: Loads(name, Series(name, self._wanted(name, case, ranks), warm_up=0)) for name in names
+        }
         for loads in racing.values():
             loads.failed = self._obstacle(loads.name)
         self.notes.setdefault("loads", {})[where] = found = []
-        for number in range(self.runs + 2):
+        numbers = range(self.runs + 2) if share is None else (0, *range(2, min(self.runs, _DISK_RUNS) + 2))
+        for number in numbers:
             for loads in racing.values():
                 if loads.is_done:
                     continue
@@ -172,6 +183,14 @@ class SeveralBench:
             break
         found += [loads.record() for loads in racing.values()]
         return racing
+
+    def _wanted(self, name: str, case: Case, ranks: int) -> int:
+        """Bytes of the tensors of which a loader loads at least a part."""
+        ways = LOADERS[name].ways
+        if ways is None or ways == WAYS or ranks == 1:
+            return case.nbytes
+        checkpoint = read_headers(find([str(file) for file in case.files]))
+        return tensor_parallel_portion(checkpoint, ranks, ways).own * ranks
 
     def _forget_reference(self, number: int, ranks: int) -> None:
         if number == 0:
@@ -218,6 +237,8 @@ class SeveralBench:
                     "readers": [one.get("readers", {}) for one in answers],
                     "received_bytes": [one.get("received_bytes", 0) for one in answers],
                     "fallbacks": slowest.get("fallbacks", []),
+                    "call_bytes": [one["call_bytes"] for one in answers],
+                    "disk_bytes": [one["disk_bytes"] for one in answers],
                 }
             )
 

@@ -13,29 +13,38 @@ from tensorlift.bench.crew import Crew, Outcome
 from tensorlift.bench.report import Row, Series
 from tensorlift.bench.samples import say
 from tensorlift.bench.several_bench import SeveralBench
+from tensorlift.distributed.ranks import PEER_TIMEOUT
 from tensorlift.errors import MachineError, MismatchError
 from tensorlift.options import LoadOptions
 
-__all__ = ["Decoding", "death_rows", "fork_rows"]
+__all__ = ["DEATHS", "Decoding", "death_rows", "fork_rows"]
+
+MIB = 1 << 20
 
 # The automatic arena; where that would be one for everything, a smaller one.
 _ARENA = 256 << 20
 _WITHIN = 1.02
 
 
-def death_rows(bench: SeveralBench, ranks: int) -> list[Row]:
+DEATHS = {"a group for the load": "world", "the caller's group": "own"}
+"""Through which group a rank that dies was gathering."""
+
+
+def death_rows(bench: SeveralBench, ranks: int, name: str) -> list[Row]:
     """The last rank is killed in the middle of a gather: when the others end, and that they say why."""
     if ranks == 1:
         bench.drop("a rank that is killed: there is no other")
         return []
-    rows = []
-    for group, name in (("world", "a group for the load"), ("own", "the caller's group")):
-        ended = _death(bench, ranks, group)
-        bench.notes.setdefault(f"death, {ranks} ranks", {})[name] = ended
-        slowest = max(one["seconds"] for one in ended)
-        what = f"seconds until the last of {len(ended)} raised PeerError: {ended[0]['message'][:90]}"
-        limit = LoadOptions.resolve().peer_timeout or 10.0
-        rows.append(Row(f"a rank killed, {name}, {ranks} ranks", what, slowest, limit, False, []))
+    survivors = _death(bench, ranks, DEATHS[name])
+    bench.notes[f"death, {name}, {ranks} ranks"] = survivors
+    slowest = max(one["seconds"] for one in survivors)
+    what = f"seconds until the last of {len(survivors)} raised PeerError: {survivors[0]['message'][:90]}"
+    limit = LoadOptions.resolve().peer_timeout or PEER_TIMEOUT
+    rows = [Row(f"a rank killed, {name}, {ranks} ranks", what, slowest, limit, False, [])]
+    left = [one["device_left"] for one in survivors if one["device_left"] is not None]
+    if left:
+        what = "MiB of device memory that are gone afterwards, on the worst rank"
+        rows.append(Row(f"a rank killed, {name}, {ranks} ranks", what, max(left) / MIB, None, False, []))
     return rows
 
 
@@ -54,15 +63,24 @@ def _death(bench: SeveralBench, ranks: int, group: str) -> list[dict[str, Any]]:
             at_tensor=case.tensors // 2,
             options=options,
         )
-    *survivors, dead = crew.receive(range(ranks), bench.patience())
+    *survivors, dead = crew.receive(range(ranks), bench.patience(60))
     # Their group is broken, and they lack one.
     bench.dismiss()
     if not dead.told or "SIGKILL" not in dead.error:
         raise MachineError(f"rank {victim} was to kill itself: {dead.error or 'it went on'}")
-    for one in survivors:
-        if one.error:
-            raise MachineError(f"rank {victim} was killed, and another: {one.error}")
-    return [one.value | {"seconds": one.value["at"] - dead.told[0]} for one in survivors]
+    killed_at = dead.told[0]["at"]
+    for rank, one in enumerate(survivors):
+        if not one.told:
+            raise MachineError(f"rank {victim} was killed, and rank {rank}: {one.error}")
+    return [
+        {
+            "seconds": one.told[0]["at"] - killed_at,
+            "message": one.told[0]["message"],
+            "device_left": one.value,
+            "error_afterwards": one.error,
+        }
+        for one in survivors
+    ]
 
 
 @dataclass(slots=True)

@@ -19,7 +19,16 @@ from typing import Any
 from tensorlift.bench.rivals import Adapter
 from tensorlift.bench.sampling import digest_of_names, tensor_facts
 
-__all__ = ["Watch", "answer", "device_free", "disk_bytes", "pinned_bytes", "reset_peak", "status_bytes"]
+__all__ = [
+    "Watch",
+    "answer",
+    "call_bytes",
+    "device_free",
+    "disk_bytes",
+    "pinned_bytes",
+    "reset_peak",
+    "status_bytes",
+]
 
 _WATCH_SECONDS = 0.005
 
@@ -168,8 +177,17 @@ def status_bytes() -> dict[str, int]:
 
 def disk_bytes() -> int:
     """Bytes that this process had storage fetch: proc(5), /proc/pid/io, read_bytes."""
+    return _io("read_bytes")
+
+
+def call_bytes() -> int:
+    """Bytes that system calls read for this process, from wherever; not by maps, nor by io_uring: rchar."""
+    return _io("rchar")
+
+
+def _io(key: str) -> int:
     for line in Path("/proc/self/io").read_text().splitlines():
-        if line.startswith("read_bytes:"):
+        if line.startswith(f"{key}:"):
             return int(line.split()[1])
     return 0
 
