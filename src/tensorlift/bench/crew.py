@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from tensorlift.bench.crew_member import ANSWER, ERROR, STOP, begin
+from tensorlift.bench.samples import say
 from tensorlift.errors import MachineError
 
 __all__ = ["Crew", "Outcome"]
@@ -30,6 +31,7 @@ Function = Callable[..., Any]
 
 # Starting torch and a device's context takes ten seconds, and W processes do it at once.
 _STARTING = 180.0
+_LONGEST = 64 << 10
 # Multicast over NVLink may leave GPUs that others share out of service.
 _ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -61,9 +63,15 @@ class _Process:
             self.process.wait(5)
         code = self.process.poll()
         how = f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
-        self.log.seek(0)
-        lines = self.log.read().decode("utf-8", "replace").strip().splitlines()
-        return f"{how}; it said last: {lines[-1][:300]}" if lines else how
+        lines = self.last_words(1)
+        return f"{how}; it said last: {lines[:300]}" if lines else how
+
+    def last_words(self, count: int) -> str:
+        """The last lines of what it has printed."""
+        # Its offset is the process's own too, and must not be moved.
+        end = os.fstat(self.log.fileno()).st_size
+        said = os.pread(self.log.fileno(), _LONGEST, max(0, end - _LONGEST)).decode("utf-8", "replace")
+        return "\n".join(said.strip().splitlines()[-count:])
 
     def close(self) -> None:
         """Kills it, and forgets what it said."""
@@ -123,6 +131,9 @@ class Crew:
         outcomes = self.receive(range(len(self)), seconds)
         failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(outcomes) if one.error]
         if failed:
+            for rank, one in enumerate(outcomes):
+                if one.error:
+                    say(f"rank {rank} said last:\n{self._processes[rank].last_words(40)}")
             self.close()
             # The first to fail is the cause more often than the others' reaction to it.
             raise MachineError("; ".join(failed))
@@ -162,6 +173,9 @@ class Crew:
                     return outcome
                 outcome.told.append(value)
             outcome.error = f"no answer within {seconds:.0f} s"
+            # It writes down where its threads are.
+            process.process.send_signal(signal.SIGUSR1)
+            time.sleep(0.3)
         except (EOFError, OSError):
             outcome.error = f"gone: {process.ending()}"
         return outcome

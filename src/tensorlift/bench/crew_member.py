@@ -5,9 +5,11 @@ It does one order after the other. A thread reads them, so that it ends with its
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -89,6 +91,7 @@ def _answer(member: Member, order: bytes) -> tuple[str, Any]:
 
 def main(arguments: list[str]) -> None:
     """Answers orders until the parent is gone."""
+    faulthandler.register(signal.SIGUSR1)
     fd, rank, ranks, device = arguments
     connection = Connection(int(fd))
     member = Member(int(rank), int(ranks), device, connection)

@@ -10,11 +10,12 @@ from typing import Any
 
 from tensorlift.bench.crew_member import Member
 from tensorlift.bench.decoding import Decoder, hash_of, llama, room_for
+from tensorlift.bench.member_loads import settle
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
 
-__all__ = ["broadcasts", "decode", "decode_and_broadcast", "forks", "hashes", "offer", "take"]
+__all__ = ["broadcasts", "decode", "decode_and_broadcast", "forget", "forks", "hashes", "offer", "take"]
 
 _KEY = ModelKey(model="benchmark")
 # Of a fork, for a seed to answer.
@@ -39,6 +40,14 @@ def take(member: Member, url: str, options: dict[str, Any]) -> str:
     """The other rank: memory for what a seed has, and the first fork into it; gives its transport."""
     weights = member.kept["weights"] = room_for(url, member.device)
     return str(fork_into(weights, url, patience=_PATIENCE, **options).transports[url])
+
+
+def forget(member: Member) -> None:
+    """Ends the seeds, and gives everything back."""
+    for seed in member.kept.get("seeds", ()):
+        seed.close()
+    member.kept.clear()
+    settle(member)
 
 
 def hashes(member: Member) -> dict[str, int]:

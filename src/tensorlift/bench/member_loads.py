@@ -154,7 +154,9 @@ def _fastsafetensors_parallel(job: Job) -> tuple[Mapping[str, Any], Any]:
     from fastsafetensors import ParallelLoader
 
     loader = ParallelLoader(job.group, job.files, use_tqdm_on_load=False, device=job.device, nogds=True)
-    return dict(loader.iterate_weights()), loader
+    state = dict(loader.iterate_weights())
+    loader.close()
+    return state, None
 
 
 def _runai(distributed: bool) -> Function:

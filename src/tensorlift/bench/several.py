@@ -81,7 +81,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--disk-layers", type=int, default=1, help="on the disk; 1 makes 2.5 GB")
     parser.add_argument("--shards", type=int, default=16)
     parser.add_argument("--runs", type=int, default=5, help="samples that count, of each")
-    parser.add_argument("--patience", type=float, default=90, help="seconds for one load by all ranks")
+    parser.add_argument("--patience", type=float, default=60, help="seconds for one load by all ranks")
     parser.add_argument(
         "--decode-layers", type=int, default=8, help="of the model that decodes; 8 make 3.8 GB"
     )
@@ -228,6 +228,7 @@ def _measure(options: argparse.Namespace, bench: SeveralBench, report: Report) -
 
 def _show(report: Report, bench: SeveralBench) -> None:
     """All tables, last of all."""
+    report.write()
     for where, loads in bench.notes.get("loads", {}).items():
         print(where)
         _show_loads(loads)

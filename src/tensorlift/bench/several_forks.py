@@ -145,7 +145,7 @@ def fork_rows(bench: SeveralBench, decoding: Decoding) -> list[Row]:
         "tokens": {way.name: way.tokens for way in found.values()},
         "copies": {way.name: way.copies for way in found.values()},
     }
-    bench.dismiss()
+    crew.ask(member_forks.forget, bench.patience())
     return _rows(list(found.values()), offered["bytes"], decoding.limit)
 
 
