@@ -10,7 +10,7 @@ from tensorlift import sources
 from tensorlift.bench.cases import Spec, write_holes
 from tensorlift.bench.geometry import MODELS
 from tensorlift.format.checkpoint import Checkpoint
-from tensorlift.plan.tensor_parallel import Portion, tensor_parallel_portion
+from tensorlift.plan.tensor_parallel import WAYS, Portion, tensor_parallel_portion, tensor_parallel_slices
 
 PAGE = 4096
 
@@ -62,3 +62,40 @@ def test_eight_ranks_read_two_fifths_of_qwens_experts(tmp_path: Path) -> None:
     assert share.own * 8 == total
     # Rows of down_proj are 1,536 bytes: all of it is read, and an eighth of gate_proj and up_proj.
     assert share.read / total == pytest.approx(1 / 3 + 2 / 3 / 8, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_the_slices_of_all_ranks_make_each_tensor_once(tmp_path: Path, ranks: int) -> None:
+    specs = [
+        Spec("q_proj.weight", "BF16", (64, 32)),
+        Spec("o_proj.weight", "BF16", (32, 64)),
+        Spec("norm.weight", "BF16", (64,)),
+        Spec("k_proj.bias", "BF16", (1,)),
+        Spec("down_proj.weight", "F4", (4, 34)),
+    ]
+    checkpoint = holes(tmp_path, *specs)
+    shapes = {spec.name: spec.shape for spec in specs}
+    by_rank = [tensor_parallel_slices(checkpoint, rank, ranks) for rank in range(ranks)]
+    for name, shape in shapes.items():
+        parts = [found[name] for found in by_rank]
+        if name in ("norm.weight", "k_proj.bias") or ranks == 1:
+            assert parts == [None] * ranks
+            continue
+        cuts = [part for part in parts if part is not None]
+        assert len(cuts) == ranks
+        assert {dim for dim, _, _ in cuts} == {0 if name == "q_proj.weight" else 1}
+        bounds = [0, *(stop for _, _, stop in cuts)]
+        assert [start for _, start, _ in cuts] == bounds[:-1]
+        assert bounds[-1] == shape[cuts[0][0]]
+        # Items below a byte are cut where bytes are.
+        assert all(bound % 2 == 0 for bound in bounds) or name != "down_proj.weight"
+
+
+def test_what_is_cut_in_one_way_only(tmp_path: Path) -> None:
+    specs = [Spec(f"{name}.weight", "U8", (64, 8 * PAGE)) for name in ("q_proj", "o_proj", "other")]
+    checkpoint = holes(tmp_path, *specs)
+    portions = [tensor_parallel_portion(checkpoint, 4, (way,)) for way in WAYS]
+    whole = tensor_parallel_portion(checkpoint, 4)
+    assert whole == Portion(sum(one.own for one in portions), sum(one.read for one in portions))
+    for way, name in zip(WAYS, ("q_proj", "o_proj", "other"), strict=True):
+        assert list(tensor_parallel_slices(checkpoint, 1, 4, (way,))) == [f"{name}.weight"]
