@@ -351,7 +351,7 @@ Failure Engine::close() {
 void Engine::end_ring(bool quiet) {
     const bool wanted = (options_.flags & TL_OPTION_KEEP) || ring_->reused_bytes() > 0;
     if (wanted && quiet && !driver_failure_) return keep_ring(std::move(ring_));
-    ring_->release();
+    release_ring(std::move(ring_));
 }
 
 }  // namespace tl

@@ -112,6 +112,7 @@ static StandIn load_standin(int kind) {
     CONTROL(set_copy_delay_us);
     CONTROL(set_copy_jitter_us);
     CONTROL(set_allocation_bytes);
+    CONTROL(set_busy);
     CONTROL(fail);
     CONTROL(calls);
     CONTROL(entry);

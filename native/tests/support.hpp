@@ -48,6 +48,7 @@ struct StandIn {
     decltype(&standin_set_copy_delay_us) set_copy_delay_us;
     decltype(&standin_set_copy_jitter_us) set_copy_jitter_us;
     decltype(&standin_set_allocation_bytes) set_allocation_bytes;
+    decltype(&standin_set_busy) set_busy;
     decltype(&standin_fail) fail;
     decltype(&standin_calls) calls;
     decltype(&standin_entry) entry;

@@ -64,6 +64,8 @@ STANDIN_API void standin_reset(void) {
         s.calls.clear();
         s.rules.clear();
         s.blocking_streams = 0;
+        s.busy = false;
+        s.rests.notify_all();
         s.jitter_us = 0;
         s.delay_us = 0;
         s.allocation_bytes = 0;
@@ -87,6 +89,13 @@ STANDIN_API void standin_set_devices(int32_t count) {
 
 STANDIN_API void standin_set_copy_delay_us(uint64_t us) {
     state().delay_us = us;
+}
+
+STANDIN_API void standin_set_busy(int32_t busy) {
+    State &s = state();
+    std::lock_guard lock(s.mutex);
+    s.busy = busy != 0;
+    s.rests.notify_all();
 }
 
 STANDIN_API void standin_set_allocation_bytes(uint64_t nbytes) {

@@ -177,6 +177,10 @@ int register_memory(void *address, std::size_t nbytes) {
 
 int unregister_memory(void *address) {
     State &s = state();
+    {
+        std::unique_lock lock(s.mutex);
+        s.rests.wait(lock, [&] { return !s.busy; });
+    }
     std::unique_lock lock(s.registry_mutex);
     auto found = s.registry.find(reinterpret_cast<std::uintptr_t>(address));
     if (found == s.registry.end()) {

@@ -31,6 +31,8 @@ void standin_set_copy_delay_us(uint64_t us);
 /* The device's memory is made of allocations of so many bytes, at multiples of it (0: of one); a copy must not cross. */
 void standin_set_allocation_bytes(uint64_t nbytes);
 void standin_set_copy_jitter_us(uint64_t jitter_us, uint64_t seed);
+/* The device has work that does not end until it is set to 0: unregistering waits, as the driver's does. */
+void standin_set_busy(int32_t busy);
 
 /* The nth call from now on (1 is the next) of an entry point answers code; -n means the nth and all after it. What frees
  * or waits does so nevertheless and then answers code, as a driver does that reports an earlier failure. */

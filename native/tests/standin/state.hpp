@@ -4,6 +4,7 @@
 #include "stream.hpp"
 
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -40,6 +41,8 @@ struct State {
     std::map<std::string, std::uint64_t> calls;
     std::map<std::string, Rule> rules;
     std::uint64_t blocking_streams = 0;
+    bool busy = false;  // with work that is on no stream of ours
+    std::condition_variable rests;
     std::mt19937_64 random{1};
     std::uint64_t jitter_us = 0;
 

@@ -23,7 +23,8 @@ __all__ = ["Communicator"]
 _FOR_EVER = datetime.timedelta(days=7)
 # For ranks to find each other, once each has said that it is there.
 _MEETING = datetime.timedelta(seconds=60)
-_PATIENCE, _BROKEN = 5.0, 0.5  # seconds: for the end of a group, and of one whose ranks may be gone
+# Seconds: for the end of a group, and of one whose ranks may be gone (NCCL takes 0.5 either way, two H200).
+_PATIENCE, _BROKEN = 5.0, 2.0
 
 
 class Communicator:
