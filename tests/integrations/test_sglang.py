@@ -27,7 +27,7 @@ from tensorlift.integrations import weights as weights_module
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_sglang.Engine]:
     found = fake_sglang.install(monkeypatch)
     monkeypatch.setattr(weights_module, "rank", lambda: 1)  # no bar: tqdm is no dependency
-    monkeypatch.setattr(sglang, "_version", lambda: sglang.PROVEN)
+    monkeypatch.setattr(sglang, "found_version", lambda: sglang.PROVEN)
     monkeypatch.delenv("TENSORLIFT_BACKEND", raising=False)
     monkeypatch.setattr(sglang, "_started_with", None)
     sglang.register()
@@ -74,7 +74,7 @@ def test_another_sglang_loses_the_load_format_only(
 def test_another_version_warns_once(
     engine: fake_sglang.Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sglang, "_version", lambda: "0.9.9")
+    monkeypatch.setattr(sglang, "found_version", lambda: "0.9.9")
     engine.check(arguments())
     engine.check(arguments())
     assert caplog.text.count("SGLang 0.5.23, and this is 0.9.9") == 1

@@ -121,12 +121,18 @@ class Server:
         self.port, self.log = free_port(), log
         with log.open("wb") as out:
             self.child = subprocess.Popen(
-                [PYTHON, *SERVER, "--model-path", str(model), "--port", str(self.port), *arguments],
+                [*self.command(model), "--port", str(self.port), *arguments],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=engines.environment(log.parent) | OWN,
+                env=engines.environment(log.parent) | self.environ(),
                 start_new_session=True,
             )
+
+    def command(self, model: Path) -> list[str]:
+        return [PYTHON, *SERVER, "--model-path", str(model)]
+
+    def environ(self) -> dict[str, str]:
+        return OWN
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")

@@ -64,7 +64,7 @@ def checked_weights(weights: str) -> str:
 
 def told_key(key: ModelKey) -> str:
     """Such as 'org/model' (target, tp 0 of 2)."""
-    parts = [key.role, key.revision, key.dtype, key.quantization]
+    parts = [key.role, key.revision, key.dtype, key.quantization, key.engine]
     shown = [quote(part)[1:-1] for part in parts if part]
     for name in SPLITS:
         rank, size = getattr(key, name)

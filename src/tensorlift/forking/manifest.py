@@ -88,6 +88,8 @@ class ModelKey(msgspec.Struct, frozen=True, kw_only=True):
     ep: _Share = (0, 1)
     processed: bool = True
     """After what the engine does to weights behind their load, rather than before."""
+    engine: _Text = ""
+    """What has made the tensors out of the checkpoint: its version, and for which kind of device."""
 
 
 def rank_problem(key: ModelKey) -> str | None:

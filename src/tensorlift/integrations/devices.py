@@ -7,7 +7,7 @@ import torch
 from tensorlift.errors import DeviceError
 from tensorlift.integrations.settings import LOAD_FORMAT
 
-__all__ = ["check_device", "current_device"]
+__all__ = ["check_device", "current_device", "describe_device"]
 
 
 def check_device(device: object, engine: str) -> torch.device:
@@ -29,3 +29,15 @@ def check_device(device: object, engine: str) -> torch.device:
 def current_device(kind: torch.device) -> torch.device:
     """The device of this worker: the current one, which need not have the number of its global rank."""
     return torch.device("cuda", torch.cuda.current_device()) if kind.type == "cuda" else kind
+
+
+def describe_device(device: object) -> str:
+    """Kind and capability of this worker's device, which decide what an engine makes of weights.
+
+    ``device``: as for check_device().
+    """
+    if not str(device).startswith("cuda"):
+        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    if torch.version.hip:
+        return f"hip {torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName}"
+    return "cuda {}.{}".format(*torch.cuda.get_device_capability())

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-__all__ = ["when_imported"]
+__all__ = ["imported_publisher", "when_imported"]
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
@@ -24,6 +25,12 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
         then(module)
     else:
         sys.meta_path.insert(0, _Once(name, then))
+
+
+def imported_publisher() -> Any:
+    """What offers this process's models, where a loader has brought it; None elsewhere. Imports nothing."""
+    module = sys.modules.get("tensorlift.integrations.publishing")
+    return None if module is None else module.publisher
 
 
 class _Once(MetaPathFinder):

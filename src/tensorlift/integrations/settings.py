@@ -16,6 +16,7 @@ from typing import Any
 from tensorlift.errors import OptionError
 from tensorlift.format.nearest import nearest
 from tensorlift.format.quoting import quote
+from tensorlift.integrations.fork_settings import NAMES, ForkSettings, parse_forks
 from tensorlift.options import LoadOptions
 
 __all__ = ["LOAD_FORMAT", "Settings", "parse"]
@@ -50,6 +51,8 @@ class Settings:
     """Fields of LoadOptions as they were given; those that are null or absent are not in it."""
     strict: bool = True
     """Whether weights that are missing end the start, or are only warned of."""
+    instances: ForkSettings = dataclasses.field(default_factory=ForkSettings)
+    """Whom to fork from, and whether to be a seed."""
 
     def resolved(self) -> LoadOptions:
         """With the environment, which explicit values override."""
@@ -65,7 +68,7 @@ def parse(extra: object, engine: str) -> Settings:
     where = f"{engine}'s extra configuration for load format {LOAD_FORMAT!r}"
     given = _as_mapping(extra, where)
     fields = [field.name for field in dataclasses.fields(LoadOptions)]
-    own = [field.name for field in dataclasses.fields(Settings) if field.name != "options"]
+    own = ["strict", *NAMES]
     for key in given:
         if key not in fields and key not in own:
             raise OptionError(f"{where}: {_why_not(key, [*fields, *own])}")
@@ -73,8 +76,8 @@ def parse(extra: object, engine: str) -> Settings:
     if not isinstance(strict, bool) and strict is not None:
         raise OptionError(f"{where}: strict is {quote(strict)}; expected true, false or null")
     options = {key: value for key, value in given.items() if key in fields and value is not None}
-    settings = Settings(options, strict is not False)
     try:
+        settings = Settings(options, strict is not False, parse_forks(given))
         settings.resolved()
     except OptionError as error:
         raise OptionError(f"{where}: {error}") from None

@@ -9,13 +9,15 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from tensorlift.errors import OptionError
+from tensorlift.integrations.imports import when_imported
 from tensorlift.integrations.settings import LOAD_FORMAT, Settings, parse
 from tensorlift.integrations.versions import check_version
 
-__all__ = ["ENGINE", "PROVEN", "register", "settings_of", "tell_version"]
+__all__ = ["ENGINE", "PROVEN", "found_version", "register", "settings_of", "tell_version"]
 
 ENGINE = "SGLang"
 PROVEN = "0.5.23"
@@ -51,6 +53,7 @@ def register() -> None:
             return
         HookRegistry.register(_HOOKED, _take_load_format, HookType.AROUND)
         register_resolution_hook("handle_load_format")(_check_arguments)
+        when_imported("sglang.srt.managers.scheduler", _watch_scheduler)
         # Last: whoever finds the name among the choices can rely on the rest.
         add_load_format_choices([LOAD_FORMAT])
     except (AttributeError, ImportError, TypeError, ValueError) as error:
@@ -58,14 +61,26 @@ def register() -> None:
             "load format %s is not available: %s %s has not what it needs (%s: %s); it was shown with %s",
             LOAD_FORMAT,
             ENGINE,
-            _version(),
+            found_version(),
             type(error).__name__,
             error,
             PROVEN,
         )
 
 
-def _version() -> str:
+def _watch_scheduler(module: ModuleType) -> None:
+    """Schedulers own weights, and with them come their updates; a failure of ours stops none of them."""
+    try:
+        from tensorlift.integrations.sglang_forks import watch_scheduler, watch_updates
+
+        watch_scheduler(module)
+        watch_updates(module)
+    except Exception:  # noqa: BLE001 - whatever it is, SGLang has to start
+        _log.exception("load format %s: no weights are offered: this %s does not fit", LOAD_FORMAT, ENGINE)
+
+
+def found_version() -> str:
+    """SGLang's, of this environment."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -74,7 +89,7 @@ def _version() -> str:
 
 def tell_version() -> None:
     """Warns once a process where SGLang is not the one that was tried."""
-    check_version(ENGINE, _version(), PROVEN, _log)
+    check_version(ENGINE, found_version(), PROVEN, _log)
 
 
 def _check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -88,12 +103,14 @@ def _check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
     if LOAD_FORMAT not in formats:
         return
     from tensorlift.integrations.devices import check_device
+    from tensorlift.integrations.sglang_forks import check_arguments
 
     tell_version()
     device = getattr(view, "device", None)
     if device is not None:
         check_device(device, ENGINE)
-    parse(getattr(view, "model_loader_extra_config", None), ENGINE)
+    settings = parse(getattr(view, "model_loader_extra_config", None), ENGINE)
+    check_arguments(settings.instances, view)
     for name, without, what in _ELSEWHERE:
         if (value := getattr(view, name, without)) not in (without, None):
             raise OptionError(

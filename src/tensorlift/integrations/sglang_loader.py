@@ -23,8 +23,12 @@ from tensorlift.format.listing import SUFFIX
 from tensorlift.integrations import completeness
 from tensorlift.integrations.bars import byte_bar
 from tensorlift.integrations.devices import check_device
+from tensorlift.integrations.forks import fork_model
+from tensorlift.integrations.publishing import publisher
 from tensorlift.integrations.settings import LOAD_FORMAT
 from tensorlift.integrations.sglang import ENGINE, settings_of, tell_version
+from tensorlift.integrations.sglang_forks import fill_with_placeholders, key_of
+from tensorlift.integrations.state import State
 from tensorlift.integrations.weights import (
     Delivery,
     check_files,
@@ -69,6 +73,8 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
         self._starting = False
         """Whether a model is made and filled, rather than filled anew."""
         self._draft = False
+        self._only_layout = False
+        """Whether the weights of the model that is made are only placeholders."""
 
     def load_model(self, *, model_config: Any, device_config: Any) -> Any:
         """A model with its weights; SGLang calls it once for the target and once for each draft."""
@@ -77,7 +83,48 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
         self._check_quantization(model_config)
         self._starting = True
         self._draft = bool(getattr(model_config, "is_draft_model", False))
+        instances = self._settings.instances
+        model = self._forked(model_config, device_config) if instances.forks else None
+        if model is None:
+            model = self._made(model_config, device_config)
+            if instances.publish:
+                self._offer(model_config, State(model, "sglang"))
+        return model
+
+    def _made(self, model_config: Any, device_config: Any) -> Any:
         return super().load_model(model_config=model_config, device_config=device_config)
+
+    def _forked(self, model_config: Any, device_config: Any) -> Any:
+        """A model with the weights of a running instance; None where files have to do.
+
+        They are as SGLang's processing has left them. So the model is made and processed with placeholders
+        first, which gives it its layout, and is not processed again.
+        """
+        if self.counter_before_loading_weights == 0.0:
+            self.counter_before_loading_weights = time.perf_counter()
+        self._only_layout = True
+        try:
+            found = fork_model(
+                lambda: self._made(model_config, device_config),
+                key_of(model_config, self.load_config.draft_model_idx),
+                self._settings,
+                engine="sglang",
+                group=self._group(),
+                bar=_bar if rank() == 0 else None,
+                log=_log,
+            )
+        finally:
+            self._only_layout = False
+        if found is None:
+            return None
+        model, state, came = found
+        self.counter_after_loading_weights = time.perf_counter()
+        self._offer(model_config, state, came.weights)
+        return model
+
+    def _offer(self, model_config: Any, state: State, weights: str = "") -> None:
+        key = key_of(model_config, self.load_config.draft_model_idx)
+        publisher.add(state, key, self._settings.instances, _log, weights)
 
     def _check_quantization(self, model_config: Any) -> None:
         """SGLang takes a loader's class before it asks how the model is quantised: done here instead."""
@@ -100,6 +147,10 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
         In between, for what follows may put other tensors in a parameter's place, or make all of it up from
         what is there.
         """
+        if self._only_layout:
+            fill_with_placeholders(model)
+            DefaultModelLoader.postprocess_weights(model, target_device)
+            return
         try:
             if not self._starting:
                 DefaultModelLoader.load_weights_only(model, weights, target_device)

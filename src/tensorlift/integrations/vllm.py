@@ -36,6 +36,8 @@ def register() -> None:
     try:
         when_imported("vllm.model_executor.model_loader", _guarded(_add_loader))
         when_imported("vllm.engine.arg_utils", _guarded(_check_arguments))
+        for worker in ("gpu_worker", "cpu_worker"):
+            when_imported(f"vllm.v1.worker.{worker}", _guarded(_watch))
     except Exception:  # vLLM has to start, with whatever other load format
         log.exception("load format %s could not be registered", LOAD_FORMAT)
 
@@ -59,6 +61,12 @@ def _add_loader(model_loader: Any) -> None:
     model_loader.register_model_loader(LOAD_FORMAT)(TensorliftLoader)
 
 
+def _watch(worker: ModuleType) -> None:
+    from tensorlift.integrations.vllm_forks import watch
+
+    watch(worker)
+
+
 def _check_arguments(arg_utils: Any) -> None:
     """Has configurations checked where they are made, in the first process, before others are started."""
     arguments = arg_utils.EngineArgs
@@ -71,25 +79,24 @@ def _check_arguments(arg_utils: Any) -> None:
         config = original(self, *args, **kwargs)
         speculative = getattr(config, "speculative_config", None)
         loads = (getattr(config, "load_config", None), getattr(speculative, "draft_load_config", None))
-        ours = [_check_if_ours(load) for load in loads]
-        if any(ours):
+        for settings in filter(None, map(_check_if_ours, loads)):
             from tensorlift.integrations.devices import check_device
+            from tensorlift.integrations.vllm_forks import check_parallel
 
             check_device(config.device_config.device_type, ENGINE)
+            check_parallel(settings.instances, config.parallel_config)
         return config
 
     arguments.create_engine_config = create_engine_config
 
 
-def _check_if_ours(load: Any) -> bool:
-    """Whether a configuration, or arguments, are of this load format; if so, they are checked.
+def _check_if_ours(load: Any) -> Settings | None:
+    """The settings of a configuration, or of arguments, that are of this load format, checked; else None.
 
     Nothing of another format may fail here, so what another vLLM may have elsewhere is asked for with care.
     """
     ours = str(getattr(load, "load_format", None)).lower() == LOAD_FORMAT
-    if ours:
-        check(load.model_loader_extra_config)
-    return ours
+    return check(load.model_loader_extra_config) if ours else None
 
 
 def check(extra: object) -> Settings:

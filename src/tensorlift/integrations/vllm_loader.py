@@ -64,15 +64,123 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
         self._source = 0
         self._delivery: Delivery | None = None
         self._draft = False
+        # While a model is made: vLLM's whole configuration, and whether its weights are only placeholders.
+        self._config: Any = None
+        self._model_config: Any = None
+        self._only_layout = False
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
+        """A model with its weights: out of a running instance where one was named, else out of the files.
+
+        Weights of an instance are as vLLM's processing has left them. So the model is made and processed with
+        placeholders first, which gives it its layout, and is not processed again. Where processing hides
+        weights, load_weights() forks instead.
+        """
+        check_device(current_platform.device_type, ENGINE)
+        self._config, self._model_config = vllm_config, model_config
+        self._draft = _is_draft(model_config)
+        instances = self.settings.instances
+        try:
+            if self._hides() or not (instances.forks or instances.publish):
+                return self._made(vllm_config, model_config, prefix)
+            from tensorlift.integrations.state import State
+            from tensorlift.integrations.vllm_forks import placeholders
+
+            if instances.forks:
+                with placeholders(vllm_config, model_config) as forget:
+                    self._only_layout = True
+                    model = self._forked(lambda: self._made(vllm_config, model_config, prefix))
+                    self._only_layout = False
+                    if model is not None:
+                        return model
+                    forget()
+            model = self._made(vllm_config, model_config, prefix)
+            if instances.publish:
+                self._offer(State(model, "vllm"))
+            return model
+        finally:
+            self._config = self._model_config = None
+            self._only_layout = False
+
+    def _made(self, vllm_config: Any, model_config: Any, prefix: str) -> torch.nn.Module:
+        made: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
+        return made
+
+    def _hides(self) -> bool:
+        from tensorlift.integrations.vllm_forks import hides_weights
+
+        return hides_weights()
+
+    def _forked(self, make: Callable[[], torch.nn.Module]) -> torch.nn.Module | None:
+        """What ``make`` makes, with the weights of an instance; None where files have to do."""
+        found = self._fork(make)
+        if found is None:
+            return None
+        model, state, came = found
+        self._offer(state, came.weights)
+        return model
+
+    def _fork(self, make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Any, Any] | None:
+        from tensorlift.integrations.forks import fork_model
+
+        return fork_model(
+            make,
+            self._key(),
+            self.settings,
+            engine="vllm",
+            group=self._group(),
+            bar=self._bar if enable_tqdm(self.load_config.use_tqdm_on_load) else None,
+            log=log,
+        )
+
+    def _key(self) -> Any:
+        from tensorlift.integrations.vllm_forks import key_of
+
+        return key_of(self._config, self._model_config, self._draft)
+
+    def _offer(self, state: Any, weights: str = "") -> None:
+        from tensorlift.integrations.publishing import publisher
+
+        publisher.add(state, self._key(), self.settings.instances, log, weights)
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """vLLM's own, watched: what a tensor did not reach ends the start."""
+        check_device(current_platform.device_type, ENGINE)
+        self._draft = _is_draft(model_config)
+        if self._only_layout:
+            from tensorlift.integrations.vllm_forks import fill_with_placeholders
+
+            fill_with_placeholders(self.load_config, model, model_config)
+            return
+        instances = self.settings.instances
+        if self._config is None or not self._hides():
+            self._load_files(model, model_config)
+            return
+        weights = self._unprocessed(model) if instances.forks else None
+        if weights is None:
+            self._load_files(model, model_config)
+        if instances.publish:
+            from tensorlift.integrations.state import State
+
+            self._offer(State(model, "vllm", hold=True), weights or "")
+
+    def _unprocessed(self, model: torch.nn.Module) -> str | None:
+        """Forks weights that vLLM processes itself afterwards: their version; None where files have to do."""
+        from tensorlift.integrations.vllm_forks import small_ones
+
+        before = small_ones(model)
+        found = self._fork(lambda: model)
+        if found is not None:
+            return str(found[2].weights)
+        for tensor, value in before:
+            tensor.copy_(value)
+        return None
+
+    def _load_files(self, model: torch.nn.Module, model_config: Any) -> None:
         from tensorlift.integrations.completeness import report, watch
         from tensorlift.integrations.weights import Delivery
 
-        check_device(current_platform.device_type, ENGINE)
         self._delivery = delivery = Delivery()
-        self._draft = _is_draft(model_config)
         try:
             with watch(model, self._is_optional) as coverage:
                 super().load_weights(model, model_config)
@@ -195,7 +303,8 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
         if (everyone := world()) is None:
             return None
         stage_alone = self._draft and get_pp_group().world_size > 1
-        replica_alone = self._delivery is None and get_dp_group().world_size > 1
+        reloads = self._delivery is None and self._config is None
+        replica_alone = reloads and get_dp_group().world_size > 1
         if stage_alone or replica_alone:
             group = get_tp_group()
             return group.device_group if group.world_size > 1 else None

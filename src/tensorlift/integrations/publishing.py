@@ -1,0 +1,213 @@
+"""What an engine's process offers of its models, from when it serves, and not while their weights change.
+
+Whatever fails here costs the offer, never the instance: the log says why nothing is published.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import secrets
+from collections.abc import Iterator
+
+import torch
+
+from tensorlift import instances
+from tensorlift.forking.keys import told_key
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.seed import Seed
+from tensorlift.integrations.fork_settings import ForkSettings
+from tensorlift.integrations.settings import LOAD_FORMAT
+from tensorlift.integrations.state import State
+from tensorlift.integrations.weights import rank
+
+__all__ = ["Publisher", "publisher"]
+
+# The front is another rank's, which may still be at its own weights.
+_JOIN_SECONDS = 30.0
+
+
+@dataclasses.dataclass
+class _Offer:
+    state: State
+    key: ModelKey
+    weights: str
+    settings: ForkSettings
+    port: int = 0
+    seed: Seed | None = None
+    given: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """What the seed was begun with."""
+
+
+class Publisher:
+    """The models of one process, behind one URL. Called by the thread that the engine changes weights in."""
+
+    def __init__(self) -> None:
+        self._offers: list[_Offer] = []
+        self._log = logging.getLogger("tensorlift")
+        self._serving = self._lost = self._spoiled = self._whole = False
+        self._ending: contextlib.ExitStack | None = None
+        """Of the update that is under way."""
+
+    def add(
+        self,
+        state: State,
+        key: ModelKey,
+        settings: ForkSettings,
+        log: logging.Logger,
+        weights: str = "",
+    ) -> None:
+        """A model that will be offered, if the settings say so; one of the same key takes its place."""
+        if settings.publish is not None:
+            self._log = log
+            for old in [offer for offer in self._offers if offer.key == key]:
+                self._withdraw(old)
+                self._offers.remove(old)
+            self._offers.append(_Offer(state, key, weights, settings))
+
+    def serve(self) -> None:
+        """The engine is ready: what was added is offered from now on."""
+        self._serving = True
+        self.restore()
+
+    def restore(self) -> None:
+        """Offers what is not offered, unless its weights are lost; begins no update."""
+        if not self._serving or self._lost or self._ending is not None:
+            return
+        for offer in self._offers:
+            if offer.seed is None:
+                try:
+                    self._publish(offer)
+                # Whatever it is, the instance serves.
+                except Exception as error:  # noqa: BLE001
+                    self._say_not(offer, f"{type(error).__name__}: {error}")
+
+    def withdraw(self, why: str, *, lost: bool = False) -> None:
+        """Ends all seeds, before memory goes.
+
+        ``lost``: an update has to bring weights before any are offered again.
+        """
+        self._lost |= lost
+        self._drop_update()
+        for offer in self._offers:
+            if offer.seed is not None:
+                self._withdraw(offer)
+                self._say_not(offer, why)
+
+    def close(self) -> None:
+        """The engine ends."""
+        self._drop_update()
+        for offer in self._offers:
+            self._withdraw(offer)
+        self._offers, self._serving, self._lost = [], False, False
+
+    @property
+    def is_updating(self) -> bool:
+        """Between begin_update() and end_update()."""
+        return self._ending is not None
+
+    @contextlib.contextmanager
+    def updating(self, what: str) -> Iterator[None]:
+        """Around a change of the weights: see begin_update()."""
+        self.begin_update(what)
+        try:
+            yield
+        except BaseException:
+            self.spoil()
+            raise
+        finally:
+            self.end_update()
+
+    def begin_update(self, what: str, *, whole: bool = True) -> None:
+        """Nobody reads what changes now; readers begin again behind it, and are not waited for.
+
+        Inside an update this does nothing. ``whole``: where weights were lost, this brings them.
+        """
+        if self._ending is not None:
+            return
+        self._ending, self._spoiled, self._whole = contextlib.ExitStack(), False, whole
+        for offer in self._offers:
+            offer.weights = f"updated {secrets.token_hex(4)}"
+            if offer.seed is None:
+                continue
+            if offer.state.is_held:
+                self._withdraw(offer)
+                self._say_not(offer, f"{what}, and what was offered are the weights of the start")
+                continue
+            try:
+                self._ending.enter_context(offer.seed.updating(timeout=0, weights=offer.weights))
+            except Exception as error:  # noqa: BLE001
+                self._withdraw(offer)
+                self._say_not(offer, f"{what}: {type(error).__name__}: {error}")
+        self._offers = [offer for offer in self._offers if not offer.state.is_held]
+
+    def spoil(self) -> None:
+        """The update has failed half way."""
+        self._spoiled = True
+
+    def end_update(self) -> None:
+        """The weights are there: they are read again, as tensors of the model that may be other ones now."""
+        if self._ending is None:
+            return
+        if self._spoiled:
+            self.withdraw("an update has failed, and the weights are of no version", lost=True)
+            return
+        self._lost &= not self._whole
+        for offer in [offer for offer in self._offers if offer.seed is not None]:
+            try:
+                offer.state.refresh()
+                if not _same(offer.given, offer.state.tensors()):
+                    self._withdraw(offer)
+            except Exception as error:  # noqa: BLE001
+                self._withdraw(offer)
+                self._say_not(offer, f"{type(error).__name__}: {error}")
+        self._drop_update()
+        self.restore()
+
+    def _drop_update(self) -> None:
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            ending.close()
+
+    def _publish(self, offer: _Offer) -> None:
+        publish, first = offer.settings.publish, self._offers[0]
+        assert publish is not None
+        is_front = rank() == 0 and offer is first
+        front = first.seed.url if rank() == 0 and first.seed is not None else publish.front_url
+        join = None if is_front else front
+        tensors = offer.state.tensors()
+        offer.seed = instances.seed(
+            tensors,
+            key=offer.key,
+            host=publish.host,
+            port=offer.port or (publish.port if is_front else 0),
+            limit=offer.settings.limit,
+            insecure=publish.insecure,
+            weights=offer.weights,
+            join=join,
+            join_timeout=_JOIN_SECONDS,
+            **offer.settings.shared(),
+        )
+        offer.given = tensors
+        offer.port = int(offer.seed.url.rpartition(":")[2])
+        where = f"{offer.seed.url}" + (f", behind {join}" if join else "")
+        self._log.info("%s: rank %d: offers %s at %s", LOAD_FORMAT, rank(), told_key(offer.key), where)
+
+    def _withdraw(self, offer: _Offer) -> None:
+        seed, offer.seed, offer.given = offer.seed, None, {}
+        if seed is not None:
+            seed.close()
+
+    def _say_not(self, offer: _Offer, why: str) -> None:
+        self._log.warning("%s: rank %d: %s is not offered: %s", LOAD_FORMAT, rank(), told_key(offer.key), why)
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(one[name].data_ptr() == tensor.data_ptr() for name, tensor in other.items())
+
+
+publisher = Publisher()
+"""This process's."""
+atexit.register(publisher.close)
