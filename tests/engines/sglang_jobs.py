@@ -9,6 +9,7 @@ SGLang takes longer than all of a tiny model's start:
     do           "generate", "state" (parameters alone, for what a CPU cannot run; in a fresh model, a draft
                  with ``draft``, and as on a GPU of ``capability``, which is only asked for), or
                  "reload" (what /update_weights_from_disk calls, then generate)
+    serve        true: what was to be published is, as when a scheduler is made
 
 The first job's ``rank``, ``tp`` and ``port`` are those of the process, ``arguments`` more of the server's.
 
@@ -28,6 +29,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from typing import Any
 from unittest import mock
 
@@ -93,11 +95,17 @@ def answer(runner: Any, tokenizer: Any) -> tuple[list[int], list[list[float]]]:
 
 
 def state_of(model: Any) -> dict[str, str]:
-    """A digest of the bytes of each parameter and buffer."""
+    """A digest of the bytes of each parameter, buffer and derived tensor."""
     import torch
 
+    derived = {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
     found = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in {**model.state_dict(), **derived}.items():
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         found[name] = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
     return found
@@ -136,10 +144,16 @@ def run(runner: Any, tokenizer: Any, job: dict[str, Any]) -> dict[str, Any]:
         config = runner.model_config
         if own:
             config = ModelConfig(job["model"], dtype="bfloat16", is_draft_model=job.get("draft", False))
+        if job.get("serve"):
+            from tensorlift.integrations.publishing import publisher
+
+            publisher.close()  # what the jobs before have published
         begin = time.perf_counter()
         model = load(config, job)
         result["seconds"] = time.perf_counter() - begin
         result["state"] = state_of(model)
+        if job.get("serve"):
+            publisher.serve()
         if own:
             return result
         runner.model = model
@@ -165,6 +179,7 @@ def main() -> None:
         try:
             result = run(runner, tokenizer, job)
         except Exception as error:  # noqa: BLE001 - whatever it is, the test is to see it
+            traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}
         results.append({**result, "log": log.getvalue()})
     with open(sys.argv[2], "w") as file:

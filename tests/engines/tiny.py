@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -47,6 +48,30 @@ CONFIGS: dict[str, Any] = {
             "num_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
+        },
+    ),
+    # With tensors that are derived from others: what latent attention multiplies by.
+    "latent": (
+        DeepseekV2Config,
+        {
+            "tie_word_embeddings": False,
+            "first_k_dense_replace": 2,
+            "moe_layer_freq": 1,
+            "kv_lora_rank": 32,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
         },
     ),
 }
@@ -112,12 +137,43 @@ def write_fp8(folder: Path) -> None:
     tokenizer().save_pretrained(target)
 
 
+def write_gptq(folder: Path) -> None:
+    """The llama in 4 bits, as GPTQ packs it: eight rows of an input to an int32; what it says does not matter."""
+    source, target = folder / "llama", folder / "gptq"
+    target.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+    torch.manual_seed(1)
+    for shard in sorted(source.glob("*.safetensors")):
+        for name, tensor in load_file(shard).items():
+            if "proj" not in name:
+                tensors[name] = tensor
+                continue
+            (rows, columns), layer = tensor.shape, name.removesuffix("weight")
+            tensors[f"{layer}qweight"] = torch.randint(
+                -(2**31), 2**31, (columns // 8, rows), dtype=torch.int32
+            )
+            tensors[f"{layer}scales"] = (torch.rand(columns // 32, rows) / 100).bfloat16()
+            tensors[f"{layer}qzeros"] = torch.full((columns // 32, rows // 8), 0x77777777, dtype=torch.int32)
+            tensors[f"{layer}g_idx"] = torch.arange(columns, dtype=torch.int32) // 32
+    save_file(tensors, target / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        **{"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+        "lm_head": False,
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    tokenizer().save_pretrained(target)
+
+
+QUANTISED = {"fp8": write_fp8, "gptq": write_gptq}
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for name in sys.argv[2:] or [*CONFIGS, "fp8"]:
-        if name == "fp8":
-            write_fp8(folder)
+    for name in sys.argv[2:] or [*CONFIGS, "gptq", "fp8"]:
+        if name in QUANTISED:
+            QUANTISED[name](folder)
         else:
             write(folder, name)
 

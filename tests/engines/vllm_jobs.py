@@ -7,7 +7,9 @@ all of a tiny model's start:
     load_format   and ``extra``, the extra configuration (null: none is given)
     environ       variables to set while this job runs
     do            "generate" (greedy tokens and log probabilities), "state" (parameters after vLLM's loader,
-                  without a forward) or "reload" (generate, load ``reload`` in place, generate)
+                  without a forward), "reload" (generate, load ``reload`` in place, generate) or "fork" (the
+                  state after vLLM's processing of three models: by vLLM's own loader, of a seed, of its fork)
+    handles       true: vLLM hides weights in handles of oneDNN, as it does on a CPU, else not: for "fork"
     tp, more      ranks, and further arguments of vllm.LLM
 
 RESULTS has an object for each: what was asked for or ``error``, ``log``, the lines of our own logger, and
@@ -87,11 +89,17 @@ def _logprobs(step: Any) -> dict[str, float]:
 def _state(model: Any) -> dict[str, str]:
     import torch
 
+    derived = {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
     return {
         name: hashlib.sha256(
             tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         ).hexdigest()
-        for name, tensor in model.state_dict().items()
+        for name, tensor in {**model.state_dict(), **derived}.items()
     }
 
 
@@ -114,6 +122,45 @@ def state(job: dict[str, Any]) -> dict[str, Any]:
             model = initialize_model(vllm_config=config)
             get_model_loader(config.load_config).load_weights(model, config.model_config)
     return {"state": _state(model)}
+
+
+def fork(job: dict[str, Any]) -> dict[str, Any]:
+    """As on a device, where vLLM's processing leaves tensors: three models of one process, none of which runs."""
+    from unittest import mock
+
+    from vllm import _custom_ops
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+
+    import tensorlift.integrations.vllm_forks  # noqa: F401 - to be patched
+    from tensorlift.integrations.publishing import publisher
+
+    states = {}
+    ways = {
+        "plain": ("safetensors", {}),
+        "seed": ("tensorlift", {"publish": {"port": job["seed_port"]}}),
+        "fork": ("tensorlift", {"seed": f"http://127.0.0.1:{job['seed_port']}"}),
+    }
+    with (
+        mock.patch("tensorlift.integrations.vllm_forks.hides_weights", lambda: False),
+        mock.patch.object(_custom_ops, "_supports_onednn", job.get("handles", False)),
+        mock.patch("torch.accelerator.empty_cache"),  # as the worker of CPUs has it
+    ):
+        for name, (load_format, extra) in ways.items():
+            arguments = _arguments({**job, "load_format": load_format, "extra": extra})
+            config = EngineArgs(**arguments).create_engine_config()
+            with set_current_vllm_config(config):
+                if not states:
+                    init_distributed_environment(1, 0, f"tcp://127.0.0.1:{job['port']}", 0, backend="gloo")
+                    initialize_model_parallel(1, 1)
+                loader = get_model_loader(config.load_config)
+                model = loader.load_model(vllm_config=config, model_config=config.model_config)
+            publisher.serve()
+            states[name] = _state(model)
+    publisher.close()
+    return {"states": states}
 
 
 def _arguments(job: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +227,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         with environment(job.get("environ", {})):
             begin = time.perf_counter()
             try:
-                result = (state if job["do"] == "state" else serve)(job)
+                result = {"state": state, "fork": fork}.get(job["do"], serve)(job)
             except BaseException as error:  # noqa: BLE001 - it is what is to be shown
                 traceback.print_exc()
                 result = {"error": f"{type(error).__name__}: {error}"}

@@ -83,9 +83,11 @@ class DefaultModelLoader(BaseModelLoader):
     def load_model(self, *, model_config: Any, device_config: Any) -> Any:
         model = model_config.make()
         source = Source(model_config.model_path, model_config=model_config)
-        pairs = self._get_weights_iterator(source)  # type: ignore[attr-defined]
-        self.load_weights_and_postprocess(model, pairs, torch.device("cpu"))
+        self.load_weights_and_postprocess(model, self._all(source), torch.device("cpu"))
         return model
+
+    def _all(self, source: Source) -> Any:
+        yield from self._get_weights_iterator(source)  # type: ignore[attr-defined]
 
     @staticmethod
     def load_weights_and_postprocess(model: Any, weights: Any, target: Any) -> None:
@@ -101,6 +103,45 @@ class DefaultModelLoader(BaseModelLoader):
     @staticmethod
     def postprocess_weights(model: Any, target: Any) -> None:
         model.postprocessed = True
+
+
+class Scheduler:
+    """Loads nothing by itself: a test has done so before."""
+
+    def __init__(self, server_args: Any, port_args: Any) -> None:
+        self.weight_updater = SchedulerWeightUpdaterManager()
+
+
+class SchedulerWeightUpdaterManager:
+    """Answers what a test has it answer, and raises what it has it raise; keeps a session as SGLang does."""
+
+    def __init__(self) -> None:
+        self.session, self.success, self.error = False, True, None
+
+    def _answer(self, request: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return SimpleNamespace(success=self.success)
+
+    update_weights_from_disk = update_weights_from_ipc = _answer
+    release_memory_occupation = resume_memory_occupation = _answer
+
+    def begin_weight_update(self, request: Any) -> Any:
+        if self.session:
+            return SimpleNamespace(success=False)
+        answer = self._answer(request)
+        self.session = bool(answer.success)
+        return answer
+
+    def update_weights_from_tensor(self, request: Any) -> Any:
+        return self._answer(request) if self.session else SimpleNamespace(success=False)
+
+    update_weights_from_distributed = update_weights_from_tensor
+
+    def end_weight_update(self, request: Any) -> Any:
+        answer = self.update_weights_from_tensor(request)
+        self.session = False
+        return answer
 
 
 class ModelOptModelLoader(DefaultModelLoader):
@@ -127,7 +168,14 @@ def rows(*, but: str = "", seed: int = 0) -> dict[str, Row]:
 def configuration(path: Path, **more: Any) -> SimpleNamespace:
     """A ModelConfig."""
     return SimpleNamespace(
-        **{"model_path": str(path), "make": Model, "hf_config": None, "quantization": None, **more}
+        **{
+            "model_path": str(path),
+            "make": Model,
+            "hf_config": None,
+            "quantization": None,
+            "dtype": torch.float32,
+            **more,
+        }
     )
 
 
@@ -152,6 +200,10 @@ class Engine:
         self.steps: dict[str, list[Callable[..., Any]]] = {}
         self.device = SimpleNamespace(device="cpu")
         self.moe = SimpleNamespace(is_ep_joiner=False, elastic_ep_backend=None)
+        self.features = SimpleNamespace(enable_weights_cpu_backup=False)
+        ranks = dict.fromkeys(("tp_rank", "pp_rank", "moe_ep_rank"), 0)
+        sizes = dict.fromkeys(("tp_size", "pp_size", "moe_ep_size"), 1)
+        self.parallel = SimpleNamespace(**ranks, **sizes)
 
     def step(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def kept(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,11 +260,21 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
             "DefaultModelLoader": DefaultModelLoader,
             "ModelOptModelLoader": ModelOptModelLoader,
             "get_model_loader": engine.loader,
+            "post_load_weights": lambda model: None,
         },
-        "model_loader.weight_utils": {"maybe_add_mtp_safetensors": _with_mtp},
+        "model_loader.weight_utils": {
+            "initialize_dummy_weights": _fill,
+            "maybe_add_mtp_safetensors": _with_mtp,
+        },
+        "managers.scheduler": {
+            kind.__name__: type(kind.__name__, (kind,), {})
+            for kind in (Scheduler, SchedulerWeightUpdaterManager)
+        },
         "runtime_context": {
             "get_device": lambda: engine.device,
-            "get_exec": lambda: SimpleNamespace(moe=engine.moe),
+            "get_exec": lambda: SimpleNamespace(moe=engine.moe, features=engine.features),
+            "get_parallel": lambda: engine.parallel,
+            "get_serving": lambda: SimpleNamespace(served_model_name="served"),
         },
         "utils.common": {"BAR_FORMAT": "{desc}"},
     }
@@ -226,6 +288,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
         monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module)
     monkeypatch.delitem(sys.modules, "tensorlift.integrations.sglang_loader", raising=False)
     return engine
+
+
+def _fill(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.fill_(0.001)
 
 
 def _with_mtp(files: list[str], folder: str, index: str, config: Any) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-OURS = ("tensorlift.integrations.vllm", "tensorlift.integrations.vllm_loader")
+OURS = tuple(f"tensorlift.integrations.{name}" for name in ("vllm", "vllm_forks", "vllm_loader"))
 
 
 @dataclasses.dataclass
@@ -33,6 +33,7 @@ class EngineArgs:
     load_format: str = "auto"
     model_loader_extra_config: Any = dataclasses.field(default_factory=dict)
     draft: LoadConfig | None = None
+    parallel: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def create_engine_config(self, usage: Any = None) -> Any:
         speculative = None if self.draft is None else types.SimpleNamespace(draft_load_config=self.draft)
@@ -41,6 +42,9 @@ class EngineArgs:
                 self.load_format, model_loader_extra_config=self.model_loader_extra_config
             ),
             speculative_config=speculative,
+            parallel_config=types.SimpleNamespace(
+                **{"world_size": 1, "data_parallel_size": 1, **self.parallel}
+            ),
             device_config=types.SimpleNamespace(
                 device_type=sys.modules["vllm.platforms"].current_platform.device_type
             ),
@@ -89,10 +93,39 @@ class DefaultModelLoader:
         for source in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(source)
 
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        model = model_config.make(vllm_config.compilation_config)
+        self.load_weights(model, model_config)
+        model_config.process(model)
+        return model.eval()
+
     def load_weights(self, model: Any, model_config: Any) -> None:
         self.local_expert_ids = getattr(model_config, "local_expert_ids", None)
         model.load_weights(self.get_all_weights(model_config, model))
         assert self.counter_before_loading_weights > 0
+
+
+class DummyModelLoader:
+    def __init__(self, load_config: LoadConfig) -> None:
+        assert not load_config.model_loader_extra_config
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data.fill_(0.001)
+
+
+class Worker:
+    """Does nothing, and can be told to fail."""
+
+    fails = False
+
+    def _work(self, *args: Any, **kwargs: Any) -> str:
+        if self.fails:
+            raise RuntimeError("the worker fails")
+        return "done"
+
+    compile_or_warm_up_model = reload_weights = start_weight_update = start_draft_weight_update = _work
+    update_weights = finish_weight_update = sleep = wake_up = discard = elastic_ep_execute = shutdown = _work
 
 
 class BaseKVCacheMethod:
@@ -106,6 +139,7 @@ class VocabParallelEmbedding(torch.nn.Module):
 class Group:
     def __init__(self, world_size: int = 1) -> None:
         self.world_size, self.device_group = world_size, f"group of {world_size}"
+        self.rank_in_group = 0
 
 
 def _should_skip_weight(name: str, experts: set[int] | None) -> bool:
@@ -138,10 +172,14 @@ def installed(device: str = "cpu", version: str = "0.32.0") -> Iterator[types.Si
         },
         "vllm.model_executor.model_loader": {"register_model_loader": register_model_loader},
         "vllm.model_executor.model_loader.default_loader": {"DefaultModelLoader": DefaultModelLoader},
+        "vllm.model_executor.model_loader.dummy_loader": {"DummyModelLoader": DummyModelLoader},
         "vllm.model_executor.model_loader.ep_weight_filter": {"should_skip_weight": _should_skip_weight},
         "vllm.model_executor.model_loader.weight_utils": {
             "enable_tqdm": lambda wanted: wanted,
             "filter_mm_encoder_only_safetensors_files": lambda files, *more, **named: files[:1],
+        },
+        "vllm.v1.worker.gpu_worker": {
+            "Worker": type("Worker", (Worker,), {**vars(Worker), "__module__": "vllm.v1.worker.gpu_worker"})
         },
         "vllm.platforms": {"current_platform": types.SimpleNamespace(device_type=device)},
     }

@@ -23,7 +23,7 @@ class VllmServer(Server):
         ]
 
     def environ(self) -> dict[str, str]:
-        return {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        return {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
     def generate(self) -> tuple[list[int], list[float]]:
         body = {

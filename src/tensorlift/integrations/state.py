@@ -95,7 +95,8 @@ class State:
         found: dict[str, torch.Tensor] = {}
         for name, get in self._tensors.items():
             try:
-                found[name] = get()
+                # Engines have kinds of parameters of their own, which are plain tensors with more attributes.
+                found[name] = get().detach()
             except (AttributeError, LookupError, ValueError):
                 raise RequestError(f"{quote(name)} is no longer there") from None
             if _like(found[name]) != self._likes[name]:

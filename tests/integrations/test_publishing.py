@@ -1,0 +1,225 @@
+"""What a process offers of its models: from when it serves, not while weights change, and never at its cost."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import tensorlift
+from tensorlift.errors import ForkError, RequestError, SeedError
+from tensorlift.forking.client import SeedClient
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.integrations import publishing
+from tensorlift.integrations.fork_settings import ForkSettings, Publish
+from tensorlift.integrations.publishing import Publisher
+from tensorlift.integrations.state import State
+
+LOG = logging.getLogger("tests.publishing")
+SETTINGS = ForkSettings(publish=Publish(), transports=("tcp",))
+KEY = ModelKey(model="m")
+
+
+class Model(torch.nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((8,), value), requires_grad=False)
+        self.scale = value
+
+
+@pytest.fixture
+def publisher(monkeypatch):
+    made = Publisher()
+    monkeypatch.setattr(publishing, "rank", lambda: 0)
+    yield made
+    made.close()
+
+
+def url_of(caplog, at=-1):
+    said = [record.getMessage() for record in caplog.records if " offers " in record.getMessage()]
+    return said[at].rpartition(" at ")[2].partition(",")[0]
+
+
+def forked(url, key=KEY):
+    """What a fork gets: (value of the weights, the number beside them, their version)."""
+    model = Model(0.0)
+    state = State(model, "tests")
+    came = tensorlift.fork(url, into=state.tensors(), key=key)
+    state.take()
+    return float(model.weight[0]), model.scale, came.weights
+
+
+@pytest.fixture(autouse=True)
+def told(caplog):
+    caplog.set_level(logging.INFO)
+
+
+def test_nothing_is_offered_before_the_engine_serves_nor_unless_it_is_asked_for(publisher, caplog):
+    publisher.add(State(Model(1.0), "tests"), KEY, ForkSettings(), LOG)
+    publisher.serve()
+    publisher.close()
+    publisher.add(State(Model(1.0), "tests"), KEY, SETTINGS, LOG, "version 3")
+    publisher.restore()
+    assert not caplog.records
+    publisher.serve()
+    assert url_of(caplog).startswith("http://127.0.0.1:")
+    assert forked(url_of(caplog)) == (1.0, 1.0, "version 3")
+
+
+def test_target_and_draft_stand_behind_one_url(publisher, caplog):
+    draft = ModelKey(model="m", role="draft")
+    publisher.add(State(Model(1.0), "tests"), KEY, SETTINGS, LOG)
+    publisher.add(State(Model(2.0), "tests"), draft, SETTINGS, LOG)
+    publisher.serve()
+    assert forked(url_of(caplog, 0)) == (1.0, 1.0, "")
+    assert forked(url_of(caplog, 0), draft) == (2.0, 2.0, "")
+
+
+def test_ranks_stand_behind_the_first(publisher, caplog, monkeypatch):
+    publisher.add(State(Model(1.0), "tests"), KEY, SETTINGS, LOG)
+    publisher.serve()
+    front = url_of(caplog)
+    second, key = Publisher(), ModelKey(model="m", tp=(1, 2))
+    monkeypatch.setattr(publishing, "rank", lambda: 1)
+    settings = ForkSettings(publish=Publish(port=int(front.rpartition(":")[2])), transports=("tcp",))
+    try:
+        second.add(State(Model(5.0), "tests"), key, settings, LOG)
+        second.serve()
+        assert forked(front, key) == (5.0, 5.0, "")
+    finally:
+        second.close()
+    with pytest.raises(ForkError, match="does not have"):
+        forked(front, key)
+
+
+def test_a_changed_model_has_another_version_and_is_read_as_a_whole(publisher, caplog):
+    model = Model(1.0)
+    publisher.add(State(model, "tests"), KEY, SETTINGS, LOG)
+    publisher.serve()
+    url = url_of(caplog)
+    client = SeedClient(url)
+    with publisher.updating("a test"):
+        assert publisher.is_updating
+        with pytest.raises(SeedError, match="it updates its weights"):
+            client.lease(1.0)
+        publisher.begin_update("a test")
+        model.weight.data.fill_(3.0)
+        model.scale = 3.0
+    value, scale, version = forked(url)
+    assert (value, scale) == (3.0, 3.0)
+    assert version.startswith("updated ")
+
+
+def test_a_model_with_other_tensors_is_offered_anew_at_the_same_url(publisher, caplog):
+    model = Model(1.0)
+    publisher.add(State(model, "tests"), KEY, SETTINGS, LOG)
+    publisher.serve()
+    before = SeedClient(url_of(caplog)).state().instance
+    with publisher.updating("a test"):
+        model.weight = torch.nn.Parameter(torch.full((8,), 4.0), requires_grad=False)
+    assert url_of(caplog, 0) == url_of(caplog)
+    assert SeedClient(url_of(caplog)).state().instance != before
+    assert forked(url_of(caplog))[0] == 4.0
+
+
+def test_an_update_that_fails_leaves_nothing_to_read_until_one_that_does_not(publisher, caplog):
+    model = Model(1.0)
+    publisher.add(State(model, "tests"), KEY, SETTINGS, LOG)
+    publisher.serve()
+    url = url_of(caplog)
+    with pytest.raises(ZeroDivisionError), publisher.updating("a test"):
+        model.weight.data[0] = 1 / 0
+    assert "the weights are of no version" in caplog.text
+    with pytest.raises(SeedError, match="cannot be reached"):
+        forked(url)
+    publisher.restore()
+    with pytest.raises(SeedError):
+        forked(url)
+    with publisher.updating("a test"):
+        model.weight.data.fill_(2.0)
+    assert forked(url)[0] == 2.0
+
+
+def test_memory_that_is_released_is_not_read_and_lost_weights_have_to_come_again(publisher, caplog):
+    model = Model(1.0)
+    publisher.add(State(model, "tests"), KEY, SETTINGS, LOG, "v")
+    publisher.serve()
+    url = url_of(caplog)
+    publisher.withdraw("it sleeps")
+    assert "is not offered: it sleeps" in caplog.text
+    with pytest.raises(SeedError):
+        forked(url)
+    publisher.restore()
+    assert forked(url) == (1.0, 1.0, "v")
+    publisher.withdraw("it sleeps", lost=True)
+    publisher.restore()
+    publisher.begin_update("of the draft", whole=False)
+    publisher.end_update()
+    with pytest.raises(SeedError):
+        forked(url)
+    publisher.begin_update("of all")
+    publisher.end_update()
+    assert forked(url)[0] == 1.0
+
+
+def test_a_withdrawal_ends_an_update_too(publisher, caplog):
+    publisher.add(State(Model(1.0), "tests"), KEY, SETTINGS, LOG)
+    publisher.serve()
+    publisher.begin_update("a test")
+    publisher.withdraw("it sleeps")
+    assert not publisher.is_updating
+    publisher.end_update()
+    publisher.restore()
+    assert forked(url_of(caplog))[2].startswith("updated ")
+
+
+def test_held_weights_are_of_the_start_alone(publisher, caplog):
+    model = Model(1.0)
+    publisher.add(State(model, "tests", hold=True), KEY, SETTINGS, LOG)
+    model.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    publisher.serve()
+    url = url_of(caplog)
+    assert forked(url)[0] == 1.0
+    with publisher.updating("weights are reloaded"):
+        pass
+    assert "weights are reloaded, and what was offered are the weights of the start" in caplog.text
+    with pytest.raises(SeedError):
+        forked(url)
+
+
+def test_what_cannot_be_offered_costs_the_offer_alone(publisher, caplog, monkeypatch):
+    model = Model(1.0)
+    model.handle = torch.tensor(1 << 40)
+    publisher.add(State(model, "tests"), KEY, SETTINGS, LOG)
+    publisher.serve()
+    assert "is not offered: RequestError: the engine keeps weights where they cannot be read" in caplog.text
+    # The front is not there.
+    monkeypatch.setattr(publishing, "_JOIN_SECONDS", 0.1)
+    publisher.add(State(Model(1.0), "tests"), ModelKey(model="m", role="draft"), SETTINGS, LOG)
+    publisher.serve()
+    assert "(draft) is not offered: SeedError" in caplog.text
+
+
+def test_a_model_that_is_loaded_again_takes_the_place_of_the_first(publisher, caplog):
+    publisher.add(State(Model(1.0), "tests"), KEY, SETTINGS, LOG)
+    publisher.serve()
+    publisher.add(State(Model(2.0), "tests"), KEY, SETTINGS, LOG)
+    publisher.serve()
+    assert forked(url_of(caplog))[0] == 2.0
+    with pytest.raises(SeedError):
+        forked(url_of(caplog, 0))
+
+
+def test_a_number_that_does_not_fit_any_more_ends_the_offer(publisher, caplog, monkeypatch):
+    state = State(Model(1.0), "tests")
+    publisher.add(state, KEY, SETTINGS, LOG)
+    publisher.serve()
+
+    def refuse():
+        raise RequestError("too much")
+
+    monkeypatch.setattr(state, "refresh", refuse)
+    with publisher.updating("a test"):
+        pass
+    assert "is not offered: RequestError: too much" in caplog.text
