@@ -26,16 +26,20 @@ def jobs(models: Path) -> dict[str, dict[str, Any]]:
         "defaults": {**ours, "model": model},
         "extra": {**ours, "model": model, "extra": engines.EXTRA, "environ": engines.CONFLICT},
         "flipped": {**ours, "model": flipped},
+        # Nobody is there to fork from.
+        "nobody": {**ours, "model": model, "extra": {"seed": f"http://127.0.0.1:{sglang_runs.free_port()}"}},
     }
 
 
 def assert_loaded(said: dict[str, str], outputs: dict[str, Any], nbytes: int) -> None:
     """``outputs``: tokens and log probabilities."""
     assert outputs["plain"]
-    assert outputs["defaults"] == outputs["extra"] == outputs["plain"]
+    assert outputs["defaults"] == outputs["extra"] == outputs["nobody"] == outputs["plain"]
     assert outputs["flipped"] != outputs["plain"]
     assert "tensorlift: rank" not in said["plain"]
-    for name in ("defaults", "extra", "flipped"):
+    assert "cannot be reached" in said["nobody"]
+    assert "; loading from files" in said["nobody"]
+    for name in ("defaults", "extra", "flipped", "nobody"):
         assert f"tensorlift: rank 0: {nbytes} bytes" in said[name], said[name]
         assert ("readers: MMAP " in said[name]) == (name == "extra"), said[name]
 
@@ -55,7 +59,10 @@ def test_vllm(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SGLANG, reason="TENSORLIFT_TEST_SGLANG names no Python with SGLang (make smoke)")
 def test_sglang(tmp_path: Path) -> None:
     models = engines.tiny(str(SGLANG), tmp_path)
+    port = sglang_runs.free_port()
     wanted = jobs(models)
+    wanted["seed"] = {**wanted["defaults"], "extra": {"publish": {"port": port}}, "serve": True}
+    wanted["fork"] = {**wanted["defaults"], "extra": {"seed": f"http://127.0.0.1:{port}", "fallback": False}}
     results = sglang_runs.Results(tmp_path, wanted)
     said = {name: results[name]["log"] for name in wanted}
     outputs = {
@@ -65,3 +72,5 @@ def test_sglang(tmp_path: Path) -> None:
         for name in wanted
     }
     assert_loaded(said, outputs, engines.data_bytes(models / "llama"))
+    assert outputs["fork"] == outputs["plain"]
+    assert f"from http://127.0.0.1:{port} (" in said["fork"]

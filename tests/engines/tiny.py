@@ -138,7 +138,7 @@ def write_fp8(folder: Path) -> None:
 
 
 def write_gptq(folder: Path) -> None:
-    """The llama in 4 bits, as GPTQ packs it: eight rows of an input to an int32; what it says does not matter."""
+    """The llama in 4 bits, at random, as GPTQ packs them: eight rows of an input to an int32."""
     source, target = folder / "llama", folder / "gptq"
     target.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}

@@ -125,7 +125,7 @@ def state(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def fork(job: dict[str, Any]) -> dict[str, Any]:
-    """As on a device, where vLLM's processing leaves tensors: three models of one process, none of which runs."""
+    """As on a device, where vLLM's processing leaves tensors: three models, none of which runs."""
     from unittest import mock
 
     from vllm import _custom_ops
@@ -144,7 +144,7 @@ def fork(job: dict[str, Any]) -> dict[str, Any]:
         "fork": ("tensorlift", {"seed": f"http://127.0.0.1:{job['seed_port']}"}),
     }
     with (
-        mock.patch("tensorlift.integrations.vllm_forks.hides_weights", lambda: False),
+        mock.patch("tensorlift.integrations.vllm_forks.hides_weights", return_value=False),
         mock.patch.object(_custom_ops, "_supports_onednn", job.get("handles", False)),
         mock.patch("torch.accelerator.empty_cache"),  # as the worker of CPUs has it
     ):

@@ -66,7 +66,7 @@ def test_a_token_may_come_from_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"publsh": True}, "did you mean publish"),
+        ({"registri": "x"}, "did you mean registry"),
         ({"seed": "h:1"}, "no URL of a seed"),
         ({"seed": []}, "seed is"),
         ({"seed": 3}, "expected a text, or a list"),

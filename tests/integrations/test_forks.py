@@ -48,7 +48,7 @@ def test_a_model_comes_with_a_line_in_the_log(seed, caplog):
     assert state.tensors()["weight"].data_ptr() == model.weight.data_ptr()
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("tensorlift: rank 0: forked ")
-    assert f"'m' (target), version v2 in " in line
+    assert "'m' (target), version v2 in " in line
     assert f"from {seed.url} (tcp" in line
 
 
@@ -94,7 +94,7 @@ def test_nobody_is_there(seed, caplog):
     seed.close()
     assert fork_model(settings(seed.url)) is None
     assert f"no fork of 'm' (target) from {seed.url}: SeedError" in caplog.text
-    with pytest.raises(ForkError, match="cannot be reached.*files may not stand in"):
+    with pytest.raises(ForkError, match=r"cannot be reached.*files may not stand in"):
         fork_model(settings(seed.url, fallback=False))
 
 

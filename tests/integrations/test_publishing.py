@@ -1,4 +1,4 @@
-"""What a process offers of its models: from when it serves, not while weights change, and never at its cost."""
+"""What a process offers of its models: from when it serves, not while weights change."""
 
 from __future__ import annotations
 

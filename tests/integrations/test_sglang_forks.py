@@ -128,8 +128,8 @@ def test_files_stand_in_and_the_log_says_why(
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert ("cannot be reached" if case == "nobody" else "'more' is not in the seed") in line
     assert line.endswith("; loading from files")
+    publishing.publisher.close()
     with pytest.raises(ForkError, match="files may not stand in"):
-        publishing.publisher.close()
         load(engine, folder, seed=url, fallback=False)
 
 
@@ -159,7 +159,7 @@ def request(**given: Any) -> SimpleNamespace:
 
 @pytest.mark.parametrize("method", ["update_weights_from_disk", "update_weights_from_ipc"])
 def test_an_update_at_once(seeded: Any, method: str) -> None:
-    url, updater, model = seeded
+    url, updater, _ = seeded
     before = SeedClient(url).state().epoch
     getattr(updater, method)(request())
     assert (state_of(url), SeedClient(url).state().epoch) == ("open", before + 1)

@@ -152,7 +152,7 @@ def test_handles_of_native_code_are_not_offered(hide, monkeypatch):
     monkeypatch.setattr(torch.classes, "native_of_tests", Native(), raising=False)
     model = Model(1.0)
     hide(model)
-    with pytest.raises(RequestError, match="where they cannot be read.*(native code)"):
+    with pytest.raises(RequestError, match=r"where they cannot be read.*native code\)"):
         State(model, ENGINE).tensors()
 
 

@@ -32,10 +32,13 @@ class Config(types.SimpleNamespace):
     """A ModelConfig: makes a model, and stands for vLLM's processing of it."""
 
     def __init__(self, folder, **more):
-        super().__init__(
-            model=str(folder), revision=None, dtype=torch.float32, quantization=None, served_model_name="served",
-            processed=0, made=0, **more,
-        )  # fmt: skip
+        defaults = {
+            "revision": None,
+            "dtype": torch.float32,
+            "quantization": None,
+            "served_model_name": "served",
+        }
+        super().__init__(**{"model": str(folder), "processed": 0, "made": 0, **defaults, **more})
 
     def make(self, compilation):
         if "layer" in compilation.static_forward_context:
@@ -200,7 +203,7 @@ def test_a_target_and_its_draft_stand_behind_one_url(vllm, folder, caplog, tmp_p
     draft = Config(folder)
     speculative = types.SimpleNamespace(draft_model_config=draft)
     target = Config(folder, speculative_config=speculative)
-    _, whole = load(vllm, target, publish=True)
+    load(vllm, target, publish=True)
     draft.speculative_config = speculative
     load(vllm, draft, publish=True)
     url = serve(vllm, caplog)
