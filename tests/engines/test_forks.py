@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -64,13 +63,18 @@ class Asking:
         assert not self._thread.is_alive()
 
 
+def asked(port: int, path: str) -> str:
+    """What a seed answers."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return str(answer.read().decode())
+
+
 def readers(port: int) -> int:
     """Forks that read from a seed now."""
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        text = answer.read().decode()
-    (value,) = [line.split()[-1] for line in text.splitlines() if line.startswith("tensorlift_seed_readers")]
+    lines = asked(port, "/metrics").splitlines()
+    (value,) = [line.split()[-1] for line in lines if line.startswith("tensorlift_seed_readers")]
     return int(float(value))
 
 
@@ -103,6 +107,10 @@ def test_servers_fork_from_each_other(engine: Any, tmp_path: Path) -> None:
         assert "tensors from" not in ours(second)
         assert len(asking.answers) > 1
         assert all(answer == expected for answer in asking.answers)
+        if engine is sglang_runs:
+            # What is read afterwards is of another epoch.
+            assert first.reload(model)["success"]
+            assert json.loads(asked(port, "/v1/state"))["epoch"] == 1
         third = ending.enter_context(engine.served(model, tmp_path / "third.log", *extra(**seed)))
         kill_half_way(first, port, third)
         third.wait(600)

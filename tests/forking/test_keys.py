@@ -78,6 +78,7 @@ def test_a_token_is_taken_or_refused(token: str) -> None:
 
 def test_keys_in_messages() -> None:
     assert told_key(ModelKey(model="m")) == "'m' (target)"
+    assert told_key(ModelKey(model="m", engine="vLLM 1, cpu")) == "'m' (target, vLLM 1, cpu)"
     key = ModelKey(model="m\n", role="draft", dtype="bf16", tp=(1, 2), ep=(0, 4), processed=False)
     assert told_key(key) == r"'m\n' (draft, bf16, tp 1 of 2, ep 0 of 4, not processed)"
     keys = [ModelKey(model="m", tp=(rank, 2)) for rank in range(2)]

@@ -110,6 +110,8 @@ def test_a_registry_is_handed_on(monkeypatch, seed):
     found = Settings(instances=ForkSettings(registry="http://r:1", transports=("tcp",)))
     assert fork_model(found) is not None
     assert seen == {"source": None, "registry": "http://r:1"}
+    monkeypatch.undo()
+    assert fork_model(settings(seed.url, registry="http://r:1")) is not None  # which is for announcing then
 
 
 def said(who, weights="", why=""):

@@ -38,10 +38,8 @@ class Publish:
     @property
     def front_url(self) -> str:
         """What the other ranks join."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        if self.host in ("0.0.0.0", "::"):
-            host = "127.0.0.1" if self.host == "0.0.0.0" else "[::1]"
-        return self.front or f"http://{host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return self.front or f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -102,9 +102,10 @@ def _forked(
     with contextlib.ExitStack() as ending:
         progress: Any = wanted if bar is None or wanted is not None else ending.enter_context(bar())
         urls: Any = list(settings.instances.seed) or None
-        return instances.fork(
-            urls, into=state.tensors(), key=key, progress=progress, **settings.instances.shared()
-        )
+        options = settings.instances.shared()
+        if urls is not None:
+            options.pop("registry", None)  # where seeds are named, it is for announcing this instance
+        return instances.fork(urls, into=state.tensors(), key=key, progress=progress, **options)
 
 
 def _free() -> None:

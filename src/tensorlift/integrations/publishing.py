@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from tensorlift import instances
+from tensorlift.errors import SeedError
 from tensorlift.forking.keys import told_key
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
@@ -175,8 +176,12 @@ class Publisher:
         publish, first = offer.settings.publish, self._offers[0]
         assert publish is not None
         is_front = rank() == 0 and offer is first
-        front = first.seed.url if rank() == 0 and first.seed is not None else publish.front_url
-        join = None if is_front else front
+        place = publish
+        if rank() == 0 and not is_front:
+            if first.seed is None:
+                raise SeedError(f"it would stand behind {told_key(first.key)}, which is not offered either")
+            place = dataclasses.replace(publish, port=first.port)  # which may be any that was free
+        join = None if is_front else place.front_url
         tensors = offer.state.tensors()
         offer.seed = instances.seed(
             tensors,
