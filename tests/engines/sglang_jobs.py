@@ -9,7 +9,8 @@ SGLang takes longer than all of a tiny model's start:
     do           "generate", "state" (parameters alone, for what a CPU cannot run; in a fresh model, a draft
                  with ``draft``, and as on a GPU of ``capability``, which is only asked for), or
                  "reload" (what /update_weights_from_disk calls, then generate)
-    serve        true: what was to be published is, as when a scheduler is made
+    serve        "alone": what was to be published is, as when a scheduler is made, and nothing of the jobs
+                 before; "beside": that too
 
 The first job's ``rank``, ``tp`` and ``port`` are those of the process, ``arguments`` more of the server's.
 
@@ -147,7 +148,8 @@ def run(runner: Any, tokenizer: Any, job: dict[str, Any]) -> dict[str, Any]:
         if job.get("serve"):
             from tensorlift.integrations.publishing import publisher
 
-            publisher.close()  # what the jobs before have published
+            if job["serve"] == "alone":
+                publisher.close()
         begin = time.perf_counter()
         model = load(config, job)
         result["seconds"] = time.perf_counter() - begin

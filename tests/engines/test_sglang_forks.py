@@ -23,7 +23,7 @@ def three(name: str, model: Path, **more: Any) -> dict[str, dict[str, Any]]:
     port = free_port()
     return {
         f"{name} plain": job(model, "safetensors", **more),
-        f"{name} seed": job(model, extra={"publish": {"port": port}}, serve=True, **more),
+        f"{name} seed": job(model, extra={"publish": {"port": port}}, serve="alone", **more),
         # Files that cannot be loaded: all has to come from the seed.
         f"{name} fork": job(model, extra={"seed": f"http://127.0.0.1:{port}", "fallback": False}, **more),
     }
@@ -32,18 +32,20 @@ def three(name: str, model: Path, **more: Any) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def results(models: Path) -> Results:
     state: dict[str, Any] = {"do": "state"}
-    return Results(
-        models,
-        {
-            **three("llama", models / "llama"),
-            **three("tied", models / "qwen2tied", **state),
-            **three("moe", models / "moe", **state),
-            **three("fp8", models / "fp8", capability=[9, 0], **state),
-            **three("latent", models / "latent", **state),
-            **three("draft", models / "draft", draft=True, **state),
-            "other": job(models / "llama", do="state", extra={"seed": f"http://127.0.0.1:{free_port()}"}),
-        },
-    )
+    jobs = {
+        **three("llama", models / "llama"),
+        **three("tied", models / "qwen2tied", **state),
+        **three("moe", models / "moe", **state),
+        **three("fp8", models / "fp8", capability=[9, 0], **state),
+        **three("latent", models / "latent", **state),
+        "other": job(models / "llama", do="state", extra={"seed": f"http://127.0.0.1:{free_port()}"}),
+        **three("front", models / "llama", **state),
+    }
+    # A draft of the same process, behind the URL of its target.
+    draft = {"draft": True, **state}
+    jobs["draft seed"] = job(models / "draft", extra={"publish": True}, serve="beside", **draft)
+    jobs["draft fork"] = job(models / "draft", extra=jobs["front fork"]["extra"], **draft)
+    return Results(models, jobs)
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "moe", "fp8", "latent"])
@@ -56,6 +58,13 @@ def test_a_fork_is_what_a_load_is(results: Results, name: str) -> None:
     assert fork["state"] == plain["state"]
     if name == "llama":
         same(fork, plain)
+
+
+def test_a_draft_forks_from_the_url_of_its_target(results: Results) -> None:
+    assert "error" not in results["draft fork"], results["draft fork"]
+    assert "(draft, " in results["draft fork"]["log"]
+    assert results["draft fork"]["state"] == results["draft seed"]["state"]
+    assert results["front fork"]["state"] == results["front plain"]["state"]
 
 
 def test_files_stand_in(results: Results, models: Path) -> None:

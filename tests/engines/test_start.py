@@ -61,7 +61,7 @@ def test_sglang(tmp_path: Path) -> None:
     models = engines.tiny(str(SGLANG), tmp_path)
     port = sglang_runs.free_port()
     wanted = jobs(models)
-    wanted["seed"] = {**wanted["defaults"], "extra": {"publish": {"port": port}}, "serve": True}
+    wanted["seed"] = {**wanted["defaults"], "extra": {"publish": {"port": port}}, "serve": "alone"}
     wanted["fork"] = {**wanted["defaults"], "extra": {"seed": f"http://127.0.0.1:{port}", "fallback": False}}
     results = sglang_runs.Results(tmp_path, wanted)
     said = {name: results[name]["log"] for name in wanted}
