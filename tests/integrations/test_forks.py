@@ -31,7 +31,7 @@ def settings(*urls, **more):
 
 
 def fork_model(settings, make=Model, **more):
-    return forks.fork_model(make, KEY, settings, engine="tests", group=None, log=LOG, **more)
+    return forks.fork_model(make, lambda: KEY, settings, engine="tests", group=None, log=LOG, **more)
 
 
 @pytest.fixture
@@ -90,6 +90,14 @@ def test_what_does_not_fit_is_loaded_from_files_with_the_reason(seed, caplog, ma
     assert record.getMessage().endswith("loading from files")
 
 
+def test_an_engine_that_cannot_name_its_weights_loads_files(seed, caplog):
+    found = forks.fork_model(
+        Model, lambda: {}["served name"], settings(seed.url), engine="tests", group=None, log=LOG
+    )
+    assert found is None
+    assert f"no fork from {seed.url}: KeyError: 'served name'" in caplog.text
+
+
 def test_nobody_is_there(seed, caplog):
     seed.close()
     assert fork_model(settings(seed.url)) is None
@@ -115,7 +123,7 @@ def test_a_registry_is_handed_on(monkeypatch, seed):
 
 
 def said(who, weights="", why=""):
-    return forks.msgspec.json.encode(forks._Said(who, weights, why))
+    return forks.msgspec.json.encode(forks._Said(who, "", weights, why))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +144,12 @@ def two_ranks(rank, urls):
     got = []
     for key in (ModelKey(model="m", tp=(rank, 2)), ModelKey(model="m", tp=(rank, 2 + rank))):
         found = forks.fork_model(
-            Model, key, settings(*urls), engine="tests", group="world", log=logging.getLogger("tensorlift")
+            Model,
+            lambda key=key: key,
+            settings(*urls),
+            engine="tests",
+            group="world",
+            log=logging.getLogger("tensorlift"),
         )
         got.append(None if found is None else float(found[0].weight[0, 0]))
     return got

@@ -56,10 +56,10 @@ def told(caplog):
 
 
 def test_nothing_is_offered_before_the_engine_serves_nor_unless_it_is_asked_for(publisher, caplog):
-    publisher.add(State(Model(1.0), "tests"), KEY, ForkSettings(), LOG)
+    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, ForkSettings(), LOG)
     publisher.serve()
     publisher.close()
-    publisher.add(State(Model(1.0), "tests"), KEY, SETTINGS, LOG, "version 3")
+    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG, "version 3")
     publisher.restore()
     assert not caplog.records
     publisher.serve()
@@ -69,22 +69,22 @@ def test_nothing_is_offered_before_the_engine_serves_nor_unless_it_is_asked_for(
 
 def test_target_and_draft_stand_behind_one_url(publisher, caplog):
     draft = ModelKey(model="m", role="draft")
-    publisher.add(State(Model(1.0), "tests"), KEY, SETTINGS, LOG)
-    publisher.add(State(Model(2.0), "tests"), draft, SETTINGS, LOG)
+    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG)
+    publisher.add(lambda: State(Model(2.0), "tests"), lambda: draft, SETTINGS, LOG)
     publisher.serve()
     assert forked(url_of(caplog, 0)) == (1.0, 1.0, "")
     assert forked(url_of(caplog, 0), draft) == (2.0, 2.0, "")
 
 
 def test_ranks_stand_behind_the_first(publisher, caplog, monkeypatch):
-    publisher.add(State(Model(1.0), "tests"), KEY, SETTINGS, LOG)
+    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG)
     publisher.serve()
     front = url_of(caplog)
     second, key = Publisher(), ModelKey(model="m", tp=(1, 2))
     monkeypatch.setattr(publishing, "rank", lambda: 1)
     settings = ForkSettings(publish=Publish(port=int(front.rpartition(":")[2])), transports=("tcp",))
     try:
-        second.add(State(Model(5.0), "tests"), key, settings, LOG)
+        second.add(lambda: State(Model(5.0), "tests"), lambda: key, settings, LOG)
         second.serve()
         assert forked(front, key) == (5.0, 5.0, "")
     finally:
@@ -95,7 +95,7 @@ def test_ranks_stand_behind_the_first(publisher, caplog, monkeypatch):
 
 def test_a_changed_model_has_another_version_and_is_read_as_a_whole(publisher, caplog):
     model = Model(1.0)
-    publisher.add(State(model, "tests"), KEY, SETTINGS, LOG)
+    publisher.add(lambda: State(model, "tests"), lambda: KEY, SETTINGS, LOG)
     publisher.serve()
     url = url_of(caplog)
     client = SeedClient(url)
@@ -113,7 +113,7 @@ def test_a_changed_model_has_another_version_and_is_read_as_a_whole(publisher, c
 
 def test_a_model_with_other_tensors_is_offered_anew_at_the_same_url(publisher, caplog):
     model = Model(1.0)
-    publisher.add(State(model, "tests"), KEY, SETTINGS, LOG)
+    publisher.add(lambda: State(model, "tests"), lambda: KEY, SETTINGS, LOG)
     publisher.serve()
     before = SeedClient(url_of(caplog)).state().instance
     with publisher.updating("a test"):
@@ -125,7 +125,7 @@ def test_a_model_with_other_tensors_is_offered_anew_at_the_same_url(publisher, c
 
 def test_an_update_that_fails_leaves_nothing_to_read_until_one_that_does_not(publisher, caplog):
     model = Model(1.0)
-    publisher.add(State(model, "tests"), KEY, SETTINGS, LOG)
+    publisher.add(lambda: State(model, "tests"), lambda: KEY, SETTINGS, LOG)
     publisher.serve()
     url = url_of(caplog)
     with pytest.raises(ZeroDivisionError), publisher.updating("a test"):
@@ -143,7 +143,7 @@ def test_an_update_that_fails_leaves_nothing_to_read_until_one_that_does_not(pub
 
 def test_memory_that_is_released_is_not_read_and_lost_weights_have_to_come_again(publisher, caplog):
     model = Model(1.0)
-    publisher.add(State(model, "tests"), KEY, SETTINGS, LOG, "v")
+    publisher.add(lambda: State(model, "tests"), lambda: KEY, SETTINGS, LOG, "v")
     publisher.serve()
     url = url_of(caplog)
     publisher.withdraw("it sleeps")
@@ -164,7 +164,7 @@ def test_memory_that_is_released_is_not_read_and_lost_weights_have_to_come_again
 
 
 def test_a_withdrawal_ends_an_update_too(publisher, caplog):
-    publisher.add(State(Model(1.0), "tests"), KEY, SETTINGS, LOG)
+    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG)
     publisher.serve()
     publisher.begin_update("a test")
     publisher.withdraw("it sleeps")
@@ -176,7 +176,7 @@ def test_a_withdrawal_ends_an_update_too(publisher, caplog):
 
 def test_held_weights_are_of_the_start_alone(publisher, caplog):
     model = Model(1.0)
-    publisher.add(State(model, "tests", hold=True), KEY, SETTINGS, LOG)
+    publisher.add(lambda: State(model, "tests", hold=True), lambda: KEY, SETTINGS, LOG)
     model.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     publisher.serve()
     url = url_of(caplog)
@@ -191,10 +191,12 @@ def test_held_weights_are_of_the_start_alone(publisher, caplog):
 def test_what_cannot_be_offered_costs_the_offer_alone(publisher, caplog, monkeypatch):
     model = Model(1.0)
     model.handle = torch.tensor(1 << 40)
-    publisher.add(State(model, "tests"), KEY, SETTINGS, LOG)
+    publisher.add(lambda: State(model, "tests"), lambda: KEY, SETTINGS, LOG)
     publisher.serve()
     assert "is not offered: RequestError: the engine keeps weights where they cannot be read" in caplog.text
-    publisher.add(State(Model(1.0), "tests"), ModelKey(model="m", role="draft"), SETTINGS, LOG)
+    publisher.add(
+        lambda: State(Model(1.0), "tests"), lambda: ModelKey(model="m", role="draft"), SETTINGS, LOG
+    )
     publisher.serve()
     assert "(draft) is not offered: SeedError: it would stand behind 'm' (target)" in caplog.text
     # Of another rank the first is not there.
@@ -205,9 +207,9 @@ def test_what_cannot_be_offered_costs_the_offer_alone(publisher, caplog, monkeyp
 
 
 def test_a_model_that_is_loaded_again_takes_the_place_of_the_first(publisher, caplog):
-    publisher.add(State(Model(1.0), "tests"), KEY, SETTINGS, LOG)
+    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG)
     publisher.serve()
-    publisher.add(State(Model(2.0), "tests"), KEY, SETTINGS, LOG)
+    publisher.add(lambda: State(Model(2.0), "tests"), lambda: KEY, SETTINGS, LOG)
     publisher.serve()
     assert forked(url_of(caplog))[0] == 2.0
     with pytest.raises(SeedError):
@@ -216,7 +218,7 @@ def test_a_model_that_is_loaded_again_takes_the_place_of_the_first(publisher, ca
 
 def test_a_number_that_does_not_fit_any_more_ends_the_offer(publisher, caplog, monkeypatch):
     state = State(Model(1.0), "tests")
-    publisher.add(state, KEY, SETTINGS, LOG)
+    publisher.add(lambda: state, lambda: KEY, SETTINGS, LOG)
     publisher.serve()
 
     def refuse():
@@ -226,3 +228,9 @@ def test_a_number_that_does_not_fit_any_more_ends_the_offer(publisher, caplog, m
     with publisher.updating("a test"):
         pass
     assert "is not offered: RequestError: too much" in caplog.text
+
+
+def test_a_model_that_cannot_be_looked_into_costs_the_offer_alone(publisher, caplog):
+    publisher.add(lambda: State(None, "tests"), lambda: KEY, SETTINGS, LOG)
+    publisher.serve()
+    assert "a model is not offered: AttributeError" in caplog.text

@@ -35,7 +35,9 @@ class _Said(msgspec.Struct):
     """What a rank has to say at the end."""
 
     who: str
-    weights: str
+    what: str = ""
+    """The key, for a message."""
+    weights: str = ""
     """The version that came."""
     why: str = ""
     """Why nothing came."""
@@ -43,7 +45,7 @@ class _Said(msgspec.Struct):
 
 def fork_model(
     make: Callable[[], Model],
-    key: ModelKey,
+    key: Callable[[], ModelKey],
     settings: Settings,
     *,
     engine: str,
@@ -53,7 +55,7 @@ def fork_model(
 ) -> tuple[Model, State, Forked] | None:
     """A model with the weights of a running instance; None: load from files, on all ranks, as the log says.
 
-    make: makes the model with memory for its weights, in the state that ``key`` says. engine: its package;
+    make: makes the model with memory for its weights, in the state that ``key()`` says. engine: its package;
     see State. group: as for ``tensorlift.open``: the ranks that have to have one version. bar: as for
     iterate(). Raises ForkError where files may not stand in, RanksError where another rank is gone.
     """
@@ -62,34 +64,38 @@ def fork_model(
         why = ranks.why_not(said)
     if why or made is None:
         where = ", ".join(settings.instances.seed) or f"the registry {settings.instances.registry}"
-        told = f"{LOAD_FORMAT}: rank {rank()}: no fork of {told_key(key)} from {where}: {why}"
+        told = f"{LOAD_FORMAT}: rank {rank()}: no fork{said.what} from {where}: {why}"
         made = None  # its memory is wanted for the one that is loaded
         _free()
         if not settings.instances.fallback:
             raise ForkError(f"{told}; files may not stand in (fallback is false)")
         log.warning("%s; loading from files", told)
         return None
-    log.info("%s", _summary(made[2], key))
+    log.info("%s", _summary(made[2], said.what))
     return made
 
 
 def _made(
     make: Callable[[], Model],
-    key: ModelKey,
+    key: Callable[[], ModelKey],
     settings: Settings,
     engine: str,
     bar: Callable[[], AbstractContextManager[Report]] | None,
 ) -> tuple[tuple[Model, State, Forked] | None, _Said]:
-    who = f"rank {rank()}"
+    said = _Said(f"rank {rank()}")
     try:
+        wanted = key()
+        said.what = f" of {told_key(wanted)}"
         model = make()
         state = State(model, engine)
-        came = _forked(state, key, settings, bar)
+        came = _forked(state, wanted, settings, bar)
         state.take()
     # Whatever it is, also of an engine that cannot process weights that are none: there are files.
     except Exception as error:  # noqa: BLE001
-        return None, _Said(who, "", f"{type(error).__name__}: {error}")
-    return (model, state, came), _Said(who, came.weights)
+        said.why = f"{type(error).__name__}: {error}"
+        return None, said
+    said.weights = came.weights
+    return (model, state, came), said
 
 
 def _forked(
@@ -114,14 +120,14 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _summary(came: Forked, key: ModelKey) -> str:
+def _summary(came: Forked, what: str) -> str:
     rate = came.bytes / came.seconds if came.seconds else 0.0
     sources = "; ".join(f"{url} ({came.transports.get(url, '')})" for url in came.by_source)
     version = f", version {came.weights}" if came.weights else ""
     left = f"; left behind: {'; '.join(came.left)}" if came.left else ""
     return (
-        f"{LOAD_FORMAT}: rank {rank()}: forked {came.bytes} bytes ({human_bytes(came.bytes)}) of "
-        f"{told_key(key)}{version} in {came.seconds:.3f} s ({human_bytes(rate)}/s) from {sources}{left}"
+        f"{LOAD_FORMAT}: rank {rank()}: forked {came.bytes} bytes ({human_bytes(came.bytes)}){what}"
+        f"{version} in {came.seconds:.3f} s ({human_bytes(rate)}/s) from {sources}{left}"
     )
 
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -54,19 +54,29 @@ class Publisher:
 
     def add(
         self,
-        state: State,
-        key: ModelKey,
+        state: Callable[[], State],
+        key: Callable[[], ModelKey],
         settings: ForkSettings,
         log: logging.Logger,
         weights: str = "",
     ) -> None:
-        """A model that will be offered, if the settings say so; one of the same key takes its place."""
-        if settings.publish is not None:
-            self._log = log
-            for old in [offer for offer in self._offers if offer.key == key]:
-                self._withdraw(old)
-                self._offers.remove(old)
-            self._offers.append(_Offer(state, key, weights, settings))
+        """A model that will be offered, if the settings say so; one of the same key takes its place.
+
+        Both are made here: what cannot be looked into, or named, is not offered.
+        """
+        if settings.publish is None:
+            return
+        self._log = log
+        try:
+            offer = _Offer(state(), key(), weights, settings)
+        except Exception as error:  # noqa: BLE001
+            why = f"{type(error).__name__}: {error}"
+            log.warning("%s: rank %d: a model is not offered: %s", LOAD_FORMAT, rank(), why)
+            return
+        for old in [old for old in self._offers if old.key == offer.key]:
+            self._withdraw(old)
+            self._offers.remove(old)
+        self._offers.append(offer)
 
     def serve(self) -> None:
         """The engine is ready: what was added is offered from now on."""

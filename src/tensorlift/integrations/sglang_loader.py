@@ -88,7 +88,7 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
         if model is None:
             model = self._made(model_config, device_config)
             if instances.publish:
-                self._offer(model_config, State(model, "sglang"))
+                self._offer(model_config, lambda: State(model, "sglang"))
         return model
 
     def _made(self, model_config: Any, device_config: Any) -> Any:
@@ -106,7 +106,7 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
         try:
             found = fork_model(
                 lambda: self._made(model_config, device_config),
-                key_of(model_config, self.load_config.draft_model_idx),
+                self._key(model_config),
                 self._settings,
                 engine="sglang",
                 group=self._group(),
@@ -119,12 +119,14 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
             return None
         model, state, came = found
         self.counter_after_loading_weights = time.perf_counter()
-        self._offer(model_config, state, came.weights)
+        self._offer(model_config, lambda: state, came.weights)
         return model
 
-    def _offer(self, model_config: Any, state: State, weights: str = "") -> None:
-        key = key_of(model_config, self.load_config.draft_model_idx)
-        publisher.add(state, key, self._settings.instances, _log, weights)
+    def _key(self, model_config: Any) -> Callable[[], Any]:
+        return lambda: key_of(model_config, self.load_config.draft_model_idx)
+
+    def _offer(self, model_config: Any, state: Callable[[], State], weights: str = "") -> None:
+        publisher.add(state, self._key(model_config), self._settings.instances, _log, weights)
 
     def _check_quantization(self, model_config: Any) -> None:
         """SGLang takes a loader's class before it asks how the model is quantised: done here instead."""

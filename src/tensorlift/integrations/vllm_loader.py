@@ -96,7 +96,7 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
                     forget()
             model = self._made(vllm_config, model_config, prefix)
             if instances.publish:
-                self._offer(State(model, "vllm"))
+                self._offer(lambda: State(model, "vllm"))
             return model
         finally:
             self._config = self._model_config = None
@@ -117,7 +117,7 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
         if found is None:
             return None
         model, state, came = found
-        self._offer(state, came.weights)
+        self._offer(lambda: state, came.weights)
         return model
 
     def _fork(self, make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Any, Any] | None:
@@ -125,7 +125,7 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
 
         return fork_model(
             make,
-            self._key(),
+            self._key,
             self.settings,
             engine="vllm",
             group=self._group(),
@@ -138,10 +138,10 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
 
         return key_of(self._config, self._model_config, self._draft)
 
-    def _offer(self, state: Any, weights: str = "") -> None:
+    def _offer(self, state: Callable[[], Any], weights: str = "") -> None:
         from tensorlift.integrations.publishing import publisher
 
-        publisher.add(state, self._key(), self.settings.instances, log, weights)
+        publisher.add(state, self._key, self.settings.instances, log, weights)
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """vLLM's own, watched: what a tensor did not reach ends the start."""
@@ -162,7 +162,7 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
         if instances.publish:
             from tensorlift.integrations.state import State
 
-            self._offer(State(model, "vllm", hold=True), weights or "")
+            self._offer(lambda: State(model, "vllm", hold=True), weights or "")
 
     def _unprocessed(self, model: torch.nn.Module) -> str | None:
         """Forks weights that vLLM processes itself afterwards: their version; None where files have to do."""
