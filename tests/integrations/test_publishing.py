@@ -10,6 +10,7 @@ import torch
 import tensorlift
 from tensorlift.errors import ForkError, RequestError, SeedError
 from tensorlift.forking.client import SeedClient
+from tensorlift.forking.leases import LeaseRefusedError
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.integrations import publishing
 from tensorlift.integrations.fork_settings import ForkSettings, Publish
@@ -138,7 +139,27 @@ def test_an_update_that_fails_leaves_nothing_to_read_until_one_that_does_not(pub
         forked(url)
     with publisher.updating("a test"):
         model.weight.data.fill_(2.0)
-    assert forked(url)[0] == 2.0
+        model.scale = 2.0
+    assert forked(url)[:2] == (2.0, 2.0)
+
+
+def test_nobody_is_let_in_between_a_failure_and_the_end_of_its_seed(publisher, caplog, monkeypatch):
+    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG)
+    publisher.serve()
+    seen = []
+    original = publishing.Seed.close
+
+    def close(seed):
+        with pytest.raises(LeaseRefusedError, match="updating"):
+            seed.grant(1.0)
+        seen.append(seed)
+        original(seed)
+
+    monkeypatch.setattr(publishing.Seed, "close", close)
+    publisher.begin_update("a test")
+    publisher.spoil()
+    publisher.end_update()
+    assert len(seen) == 1
 
 
 def test_memory_that_is_released_is_not_read_and_lost_weights_have_to_come_again(publisher, caplog):

@@ -166,12 +166,14 @@ def test_tensors_are_those_that_are_there_when_they_are_asked_for():
     model = Model(1.0)
     state = State(model, ENGINE)
     model.derived = torch.full((5,), 9.0)
-    model.k_scale_float = 3.0
+    model.k_scale_float, model.flag = 3.0, False
     state.refresh()
     assert state.tensors()["derived"].tolist() == [9.0] * 5
-    other = State(Model(1.0), ENGINE)
+    second = Model(1.0)
+    other = State(second, ENGINE)
     other.tensors()[SCALARS].copy_(state.tensors()[SCALARS])
     other.take()
+    assert (second.k_scale_float, second.flag) == (3.0, True)
     model.derived = torch.zeros(6)
     with pytest.raises(RequestError, match="'derived' has another dtype, shape or stride"):
         state.tensors()

@@ -101,17 +101,18 @@ class Publisher:
         ``lost``: an update has to bring weights before any are offered again.
         """
         self._lost |= lost
-        self._drop_update()
         for offer in self._offers:
             if offer.seed is not None:
                 self._withdraw(offer)
                 self._say_not(offer, why)
+        # Behind that: the end of an update lets readers in again.
+        self._drop_update()
 
     def close(self) -> None:
         """The engine ends."""
-        self._drop_update()
         for offer in self._offers:
             self._withdraw(offer)
+        self._drop_update()
         self._offers, self._serving, self._lost = [], False, False
 
     @property
@@ -166,10 +167,10 @@ class Publisher:
             self.withdraw("an update has failed, and the weights are of no version", lost=True)
             return
         self._lost &= not self._whole
-        for offer in [offer for offer in self._offers if offer.seed is not None]:
+        for offer in self._offers:
             try:
                 offer.state.refresh()
-                if not _same(offer.given, offer.state.tensors()):
+                if offer.seed is not None and not _same(offer.given, offer.state.tensors()):
                     self._withdraw(offer)
             except Exception as error:  # noqa: BLE001
                 self._withdraw(offer)

@@ -72,6 +72,7 @@ class State:
         self._scalars = torch.zeros(_HEAD_BYTES + _MODULE_BYTES * len(modules), dtype=torch.uint8)
         self._held = {name: get().detach() for name, get in self._tensors.items()} if hold else None
         self._digests = self._digests_now()
+        self._first = self._numbers()
         self.refresh()
 
     @property
@@ -104,8 +105,13 @@ class State:
         return {**found, SCALARS: self._scalars}
 
     def refresh(self) -> None:
-        """Writes the numbers as they are now into their tensor. RequestError where they are too many."""
-        raw = zlib.compress(json.dumps(self._numbers()).encode())
+        """Writes the numbers as they are now into their tensor. RequestError where they are too many.
+
+        Switches stay what they were behind the load: serving turns some, and forks compare theirs.
+        """
+        now = {name: value for name, value in self._numbers().items() if type(value) is float}
+        numbers = {name: now.get(name, first) for name, first in self._first.items()}
+        raw = zlib.compress(json.dumps(numbers).encode())
         if len(raw) + 4 > len(self._scalars):
             raise RequestError(f"the attributes of this model take {len(raw):,} bytes, more than are sent")
         text = np.frombuffer(len(raw).to_bytes(4, "little") + raw, np.uint8)
