@@ -43,7 +43,7 @@ from tensorlift.forking.manifest import Offer
 from tensorlift.forking.sender import Sender
 from tensorlift.forking.shared_memory import shared_at
 
-__all__ = ["ShmConnection", "ShmServer"]
+__all__ = ["ShmConnection", "ShmServer", "host_id"]
 
 _MOST_HANDSHAKES = 32
 _ADDRESS = re.compile("([0-9a-f]{32}):([0-9a-f]{32})")
@@ -92,7 +92,7 @@ class ShmServer:
         """Begins. Raises OSError where it cannot listen, or the host does not say which one it is."""
         self._sender = sender
         name = secrets.token_hex(16)
-        self._address = f"{_host()}:{name}"
+        self._address = f"{host_id()}:{name}"
         self._listener = Listener(_socket_name(name), 0, self._shake, _MOST_HANDSHAKES)
         try:
             self._listener.start()
@@ -253,7 +253,7 @@ def _socket_name(name: str) -> str:
     return f"\0tensorlift-{name}"
 
 
-def _host() -> str:
+def host_id() -> str:
     """The same in two processes that see each other's sockets: of one kernel, in one network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return hashlib.sha256(f"{boot}{os.readlink('/proc/self/ns/net')}".encode()).hexdigest()[:32]
@@ -263,7 +263,7 @@ def _connected(address: str, seconds: float) -> socket.socket:
     match = _ADDRESS.fullmatch(address)
     here = ""
     with contextlib.suppress(OSError):
-        here = _host()
+        here = host_id()
     if match is None or match[1] != here:
         raise NotHereError("the seed is on another host, or in another network namespace")
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
