@@ -9,6 +9,8 @@ command -v g++ >/dev/null || missing+=(g++)
 command -v git >/dev/null || missing+=(git)
 [ -e /usr/include/liburing.h ] || missing+=(liburing-dev)
 [ -e /usr/include/xxhash.h ] || missing+=(libxxhash-dev)
+command -v chromium >/dev/null || missing+=(chromium)
+command -v redis-server >/dev/null || missing+=(redis-server)
 command -v nft >/dev/null || [ -x /usr/sbin/nft ] || missing+=(nftables)
 if ! command -v "$python" >/dev/null; then
     missing+=(python3 python3-venv)

@@ -41,6 +41,8 @@ class Source:
     renew_at: float = 0.0
     gone: str = ""
     """Why nothing is read from it any more."""
+    retry_seconds: float | None = None
+    """When it may have room; None where that is not what it lacked."""
     stale: bool = False
     """Because it has other weights now."""
     transport: str = ""
@@ -118,6 +120,7 @@ class Reader:
             except SeedError as error:
                 wait = error.retry_seconds
                 if wait is None or time.monotonic() + wait > end:
+                    source.retry_seconds = wait
                     self._leave(source, str(error).removeprefix(source.name).lstrip(": "))
                     return False
                 time.sleep(max(wait, _SHORTEST_WAIT))
