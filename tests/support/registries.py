@@ -46,9 +46,7 @@ def serving(path: Path | str | None = None, **more: Any) -> Iterator[RegistrySer
 
 
 @contextlib.contextmanager
-def process(
-    *arguments: object, **environment: str
-) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def process(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """``tensorlift registry`` and what it said of itself; killed at the end."""
     command = [sys.executable, "-W", "error", "-m", "tensorlift", "registry", *map(str, arguments), "--json"]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,8 +12,8 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 import msgspec
 
 from tensorlift.errors import OptionError, RequestError
+from tensorlift.forking.host import host_id
 from tensorlift.forking.manifest import LONGEST_NAME, ModelKey, is_sendable, rank_problem
-from tensorlift.forking.shm import host_id
 from tensorlift.forking.urls import split_url
 from tensorlift.format.quoting import quote
 

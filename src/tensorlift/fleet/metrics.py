@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tensorlift.fleet.contract import View
 from tensorlift.forking.manifest import SPLITS, ModelKey
@@ -59,7 +59,8 @@ def _family(
 ) -> Metric:
     from prometheus_client import core
 
-    made: Metric = getattr(core, f"{kind}MetricFamily")(f"tensorlift_registry_{name}", text, labels=labels)
+    made: Any = getattr(core, f"{kind}MetricFamily")(f"tensorlift_registry_{name}", text, labels=labels)
     for values, number in rows:
         made.add_metric(values, number)
-    return made
+    metric: Metric = made
+    return metric

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import secrets
@@ -38,12 +37,13 @@ from tensorlift.engine.abi_fork import (
 from tensorlift.engine.abi_types import RefusedError
 from tensorlift.forking.connection import NotHereError, SocketConnection
 from tensorlift.forking.handshake import introduce, receive
+from tensorlift.forking.host import host_id
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Offer
 from tensorlift.forking.sender import Sender
 from tensorlift.forking.shared_memory import shared_at
 
-__all__ = ["ShmConnection", "ShmServer", "host_id"]
+__all__ = ["ShmConnection", "ShmServer"]
 
 _MOST_HANDSHAKES = 32
 _ADDRESS = re.compile("([0-9a-f]{32}):([0-9a-f]{32})")
@@ -251,12 +251,6 @@ class ShmConnection(SocketConnection):
 
 def _socket_name(name: str) -> str:
     return f"\0tensorlift-{name}"
-
-
-def host_id() -> str:
-    """The same in two processes that see each other's sockets: of one kernel, in one network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return hashlib.sha256(f"{boot}{os.readlink('/proc/self/ns/net')}".encode()).hexdigest()[:32]
 
 
 def _connected(address: str, seconds: float) -> socket.socket:
