@@ -41,7 +41,7 @@ def serving(path: Path | str | None = None, **more: Any) -> Iterator[RegistrySer
     """One in this process."""
     lease = {"lease": more.pop("lease")} if "lease" in more else {}
     table = Table(Store(None if path is None else str(path)), **lease)
-    with RegistryServer(table, **more) as server:
+    with contextlib.closing(table), RegistryServer(table, **more) as server:
         yield server
 
 
