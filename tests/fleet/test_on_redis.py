@@ -74,14 +74,14 @@ def test_the_contract(known: tuple[Registry, RegistryServer | RedisRegistry]) ->
     with pytest.raises(SeedError, match="all with as many readers as they take") as full:
         registry.candidates(KEY, Near())
     assert full.value.retry_seconds == 1
-    assert registry.renew(announced(2).instance, Load(1, 50, 2.5)) == 15
+    assert registry.renew(announced(2).instance, Load(1, 50, 2.5, 2)) == 15
     assert registry.candidates(KEY, Near(), 9) == [announced(2).url]
     shown = {seed.instance: seed.load for seed in view(behind).seeds}
-    assert shown[announced(2).instance] == Load(1, 50, 2.5)
+    assert shown[announced(2).instance] == Load(1, 50, 2.5, 2)
     registry.withdraw(announced(2).instance)
     registry.withdraw(announced(2).instance)
     assert len(view(behind).seeds) == 3
-    registry.announce(announced(1, weights="2", most_readers=2))
+    registry.announce(announced(1, weights="2", most_readers=3))
     assert registry.candidates(KEY, Near()) == [announced(1).url]
 
 

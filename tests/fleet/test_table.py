@@ -66,7 +66,7 @@ def test_what_is_there_is_named(table: Table) -> None:
         table.candidates(KEY, Near())
 
 
-def test_forks_are_spread_before_seeds_have_told_of_them(table: Table) -> None:
+def test_forks_are_spread_before_seeds_have_told_of_them(table: Table, clock: Clock) -> None:
     for number in range(4):
         table.announce(announced(number, most_readers=2))
     first = [ports(table, 1)[0] for _ in range(8)]
@@ -75,12 +75,16 @@ def test_forks_are_spread_before_seeds_have_told_of_them(table: Table) -> None:
     with pytest.raises(SeedError, match="4 seeds of it, all with as many readers") as full:
         table.candidates(KEY, Near())
     assert full.value.retry_seconds == 1
-    # One has said that nobody reads: who was sent to it has ended, or never came.
-    table.renew(announced(2).instance, Load(readers=0))
-    assert ports(table) == [3]
-    table.renew(announced(1).instance, Load(readers=2))
+    # Both of one have come, and one of those has ended.
+    table.renew(announced(2).instance, Load(readers=1, leases=2))
     assert ports(table) == [3]
     assert ports(table) == []
+    # That has nothing to do with those who are on their way to another.
+    table.renew(announced(1).instance, Load(readers=0))
+    assert ports(table) == []
+    # Who does not come counts no longer.
+    clock.now += 10
+    assert sorted(ports(table)) == [1, 2, 3, 4]
 
 
 def test_withdrawn_and_begun_again(table: Table) -> None:

@@ -25,7 +25,7 @@ class Seen(NamedTuple):
     weights: str
     near: Near
     load: int
-    """Forks that read from it, or were sent to it since it said how many do."""
+    """Forks that read from it, or were sent to it and have not come yet."""
     most_readers: int
 
 

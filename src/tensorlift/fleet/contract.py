@@ -22,6 +22,7 @@ __all__ = [
     "LONGEST_BODY",
     "MOST_CANDIDATES",
     "PLACE_VARIABLE",
+    "SENT_SECONDS",
     "Announcement",
     "Candidates",
     "ForkReport",
@@ -44,6 +45,9 @@ MOST_CANDIDATES = 64
 LEASE_SECONDS = 15.0
 """How long a seed is known that says nothing more."""
 PLACE_VARIABLE = "TENSORLIFT_PLACE"
+
+SENT_SECONDS = 10.0
+"""How long a fork counts that was sent to a seed and has not come."""
 
 # So many says a second does a registry want to hear, each seed and fork saying three in a lease.
 _MOST_SAYS = 150
@@ -76,6 +80,8 @@ class Load(msgspec.Struct, frozen=True):
     sent_bytes: _Count = 0
     rate: _Real = 0.0
     """Bytes a second, since it said so last."""
+    leases: _Count = 0
+    """That it has given so far: of the forks that were sent to it, so many more have come."""
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """A registry in Redis: each seed and fork tells for itself, and keys with a time to live forget it.
 
 tensorlift:seed:INSTANCE   an Announcement, as long as it is renewed
-tensorlift:sent:INSTANCE   forks that were sent there since it said how many read
+tensorlift:sent:INSTANCE   forks that were sent there and have not come
 tensorlift:key:DIGEST      the instances of a key; those that are gone are taken out when they are found
 tensorlift:fork:FORK       a ForkReport, as long as it is under way
 tensorlift:ended           how many forks of a key ended how
@@ -27,6 +27,7 @@ from tensorlift.fleet.choosing import Seen, chosen
 from tensorlift.fleet.client import front_of
 from tensorlift.fleet.contract import (
     LEASE_SECONDS,
+    SENT_SECONDS,
     Announcement,
     ForkReport,
     Load,
@@ -43,7 +44,7 @@ from tensorlift.format.quoting import clean
 __all__ = ["RedisRegistry"]
 
 _SECONDS = 5.0
-_LEASE = int(LEASE_SECONDS * 1000)
+_LEASE, _SENT = int(LEASE_SECONDS * 1000), int(SENT_SECONDS * 1000)
 # The set of a key outlives its seeds, which may come again.
 _SET = 10 * _LEASE
 _RECENT = 50
@@ -89,7 +90,6 @@ class RedisRegistry:
         )
         with self._asking() as base, base.pipeline() as many:
             many.set(_P + "seed:" + seed.instance, msgspec.json.encode(seed), px=_LEASE)
-            many.delete(_P + "sent:" + seed.instance)
             many.sadd(_set_of(seed.key), seed.instance)
             many.pexpire(_set_of(seed.key), _SET)
             many.execute()
@@ -114,6 +114,10 @@ class RedisRegistry:
         """See Registry."""
         with self._asking() as base:
             seed = _read(base.get(_P + "seed:" + instance), Announcement)
+            sent = _number(base.get(_P + "sent:" + instance))
+            if seed is not None and (came := min(sent, load.leases - seed.load.leases)) > 0:
+                base.decrby(_P + "sent:" + instance, came)
+                base.pexpire(_P + "sent:" + instance, _SENT)
         return None if seed is None else self.announce(msgspec.structs.replace(seed, load=load))
 
     def withdraw(self, instance: str) -> None:
@@ -133,7 +137,7 @@ class RedisRegistry:
             with base.pipeline() as many:
                 for one in found:
                     many.incr(_P + "sent:" + one.instance)
-                    many.pexpire(_P + "sent:" + one.instance, _LEASE)
+                    many.pexpire(_P + "sent:" + one.instance, _SENT)
                 many.execute()
         try:
             return [followed(one.url, self._front(one.url)) for one in found]
@@ -155,7 +159,7 @@ class RedisRegistry:
                 seed.url,
                 seed.weights,
                 seed.near,
-                seed.load.readers + (int(more) if more and more.isdigit() else 0),
+                seed.load.readers + _number(more),
                 seed.most_readers,
             )
             for seed, more in seeds
@@ -211,6 +215,10 @@ def _read(raw: Any, kind: type[_T]) -> _T | None:
         return None if raw is None else msgspec.json.decode(raw, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _number(raw: Any) -> int:
+    return int(raw) if raw and raw.isdigit() else 0
 
 
 def _all_of(raws: Iterable[Any], kind: type[_T]) -> Iterator[_T | None]:

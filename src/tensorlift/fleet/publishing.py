@@ -26,7 +26,7 @@ class Published:
         self._saying = Saying(self._say, f"{seed!r} is not announced")
 
     def changed(self) -> None:
-        """The seed has another version of its weights."""
+        """The seed has something to tell: who waits for it waits no longer than he must."""
         self._saying.news()
 
     def _say(self) -> float:
@@ -48,7 +48,7 @@ class Published:
         sent = stats["sent_bytes"]
         rate = max(0, sent - self._sent) / max(now - self._at, 0.001)
         self._sent, self._at = sent, now
-        return Load(stats["readers"], sent, rate)
+        return Load(stats["readers"], sent, rate, stats["granted_leases"])
 
     def close(self) -> None:
         """The registry is told, where it is there."""

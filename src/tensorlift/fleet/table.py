@@ -19,6 +19,7 @@ from tensorlift.errors import RequestError, SeedError
 from tensorlift.fleet.choosing import Seen, chosen
 from tensorlift.fleet.contract import (
     LEASE_SECONDS,
+    SENT_SECONDS,
     Announcement,
     ForkReport,
     Load,
@@ -41,8 +42,8 @@ _RECENT = 50
 class _Known(msgspec.Struct):
     seed: Announcement
     until: float
-    sent_to: int = 0
-    """Forks that were given it since it said how many read."""
+    sent: tuple[float, ...] = ()
+    """Forks that were sent to it and have not come: until when each counts."""
 
 
 class Table:
@@ -79,8 +80,9 @@ class Table:
             return self._kept(seed)
 
     def _kept(self, seed: Announcement) -> float:
-        seconds = lease_seconds(len(self._seeds), self._least)
-        self._seeds[seed.instance] = _Known(seed, self._clock() + seconds)
+        seconds, before = lease_seconds(len(self._seeds), self._least), self._seeds.get(seed.instance)
+        sent = () if before is None else before.sent[max(0, seed.load.leases - before.seed.load.leases) :]
+        self._seeds[seed.instance] = _Known(seed, self._clock() + seconds, sent)
         return seconds
 
     def renew(self, instance: str, load: Load) -> float | None:
@@ -109,15 +111,16 @@ class Table:
                 there = "" if error.retry_seconds else f"; there is {self._what_else(key) or 'nothing'}"
                 raise SeedError(f"{told_key(key)}: {error}{there}", error.retry_seconds) from None
             for one in found:
-                self._seeds[one.instance].sent_to += 1
+                self._seeds[one.instance].sent += (self._clock() + SENT_SECONDS,)
             return [one.url for one in found]
 
     def _seen(self, key: ModelKey) -> list[Seen]:
-        return [
-            Seen(id, seed.url, seed.weights, seed.near, seed.load.readers + known.sent_to, seed.most_readers)
-            for id, known in self._seeds.items()
-            if (seed := known.seed).key == key
-        ]
+        found, now = list[Seen](), self._clock()
+        for id, known in self._seeds.items():
+            if (seed := known.seed).key == key:
+                load = seed.load.readers + sum(until > now for until in known.sent)
+                found.append(Seen(id, seed.url, seed.weights, seed.near, load, seed.most_readers))
+        return found
 
     def _what_else(self, key: ModelKey) -> str:
         return what_is_there(dict.fromkeys(known.seed.key for known in self._seeds.values()), key)

@@ -21,6 +21,7 @@ _COUNTERS = {
     "refused_chunks": "Chunks that were not sent: the weights are of another epoch, or are being changed.",
     "stale_chunks": "Chunks that were sent while the weights changed, so that readers throw them away.",
     "bad_requests": "Requests for chunks that are none.",
+    "granted_leases": "Leases that were given.",
     "refused_leases": "Leases that were not given or not prolonged.",
 }
 _GAUGES = {

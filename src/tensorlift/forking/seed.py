@@ -47,7 +47,7 @@ class Follower(Protocol):
     """Who has to know what becomes of a seed."""
 
     def changed(self) -> None:
-        """It has another version of its weights."""
+        """It has another version of its weights, or readers."""
 
     def close(self) -> None:
         """It ends."""
@@ -134,6 +134,10 @@ class Seed:
         """Told of every change from now on, and closed with the seed."""
         self._followers.append(follower)
 
+    def _tell(self) -> None:
+        for follower in self._followers:
+            follower.changed()
+
     def _publish(self, digests: Mapping[str, str]) -> None:
         offering = self._offering
         manifest = Manifest(
@@ -158,7 +162,9 @@ class Seed:
         """A lease; LeaseRefusedError."""
         with self._changed:
             now = time.monotonic()
-            return _told(self._leases.grant(seconds, now), now)
+            answer = _told(self._leases.grant(seconds, now), now)
+        self._tell()
+        return answer
 
     def renew(self, id: str, seconds: float) -> LeaseAnswer:
         """The same for longer; LeaseRefusedError."""
@@ -171,6 +177,7 @@ class Seed:
         with self._changed:
             self._leases.release(id)
             self._changed.notify_all()
+        self._tell()
 
     def _is_live(self, id: str) -> bool:
         with self._changed:
@@ -202,8 +209,7 @@ class Seed:
                     self._publish(made_digests(self._offering))
                 self._served.set_epoch(self._leases.epoch, True)
                 self._leases.end_update()
-            for follower in self._followers:
-                follower.changed()
+            self._tell()
 
     def _wait_for_readers(self, timeout: float) -> None:
         end = time.monotonic() + timeout
@@ -211,11 +217,12 @@ class Seed:
             self._changed.wait(min(end, self._leases.next_end(now)) - now)
 
     def stats(self) -> dict[str, int]:
-        """epoch and readers now, refused_leases, and what the transports count: see Sender.stats()."""
+        """epoch and readers now, granted_ and refused_leases, and what the transports count: Sender.stats()."""
         with self._changed:
             leases = {
                 "epoch": self._leases.epoch,
                 "readers": self._leases.live(time.monotonic()),
+                "granted_leases": self._leases.granted,
                 "refused_leases": self._leases.refused,
             }
         return leases | self._served.stats()
