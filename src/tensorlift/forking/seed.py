@@ -217,7 +217,7 @@ class Seed:
             self._changed.wait(min(end, self._leases.next_end(now)) - now)
 
     def stats(self) -> dict[str, int]:
-        """epoch and readers now, granted_ and refused_leases, and what the transports count: Sender.stats()."""
+        """epoch and readers now, leases granted and refused, and what transports count: Sender.stats()."""
         with self._changed:
             leases = {
                 "epoch": self._leases.epoch,
