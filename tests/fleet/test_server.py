@@ -120,6 +120,16 @@ def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
         assert RegistryClient(server.url).announce(announced(1)) == 15
 
 
+def test_who_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or never says all of what he asks."""
+    monkeypatch.setattr(module, "_HEAD_SECONDS", 0.2)
+    with serving() as server:
+        for said in (b"", b"GET / HTTP/1.1\r\nX: "):
+            with socket.create_connection(server._socket.getsockname(), 60) as peer:
+                peer.sendall(said)
+                assert peer.recv(10) == b""
+
+
 def test_where_a_seed_may_be() -> None:
     """The rules of ranks behind a front: without a token only where it comes from."""
     with serving() as server:
@@ -145,6 +155,13 @@ def test_where_a_seed_may_be() -> None:
         client.announce(announced(1, url="http://10.0.0.5:7000"))
         client.announce(announced(2, url="https://10.0.0.6:7000"))
         assert sorted(client.candidates(KEY, Near(), 9)) == ["http://10.0.0.5:7000", "https://10.0.0.6:7000"]
+
+
+def test_a_server_that_has_too_much_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_CONNECTIONS", 0)
+    with serving() as server, pytest.raises(SeedError, match=r"status 503.* or has too much to do") as busy:
+        RegistryClient(server.url).candidates(KEY, Near())
+    assert busy.value.retry_seconds == 1
 
 
 def test_a_fork_is_sent_to_no_other_place(monkeypatch: pytest.MonkeyPatch) -> None:

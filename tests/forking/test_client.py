@@ -101,7 +101,7 @@ def test_a_lease_is_given_back_by_who_waits_for_another(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     with Seed(offered, "m") as first, Seed(offered, "m", readers=1) as second:
-        held = SeedClient(second.url).lease(0.5)
+        held = SeedClient(second.url).lease(30.0)
         monkeypatch.setattr(reader.time, "sleep", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fork_into({"a": torch.zeros(5)}, [first.url, second.url], patience=60.0)

@@ -26,6 +26,7 @@ class RegistryClient(HttpClient):
     """A Registry behind a URL."""
 
     what = "registry"
+    busy = (502, 503, 504)
 
     def announce(self, seed: Announcement) -> float:
         """See Registry."""

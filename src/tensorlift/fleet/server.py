@@ -34,6 +34,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tensorlift.errors import RequestError, SeedError
 from tensorlift.fleet import metrics, page
@@ -57,13 +58,25 @@ from tensorlift.forking.urls import placed
 
 __all__ = ["RegistryServer"]
 
-_BODY_SECONDS = 10.0
+_HEAD_SECONDS = _BODY_SECONDS = 10.0
 _PAGE_SECONDS = 1.0
 # A proxy in between may end what says nothing for long.
 _SILENT_SECONDS = 15.0
 _MOST_CONNECTIONS = 4096
 _MOST_PAGES = 64
 _GRACE_SECONDS = 2
+
+
+class _Protocol(H11Protocol):
+    """Who connects and asks nothing is sent away."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(_HEAD_SECONDS, self._look)
+
+    def _look(self) -> None:
+        if getattr(self, "cycle", None) is None:
+            self.transport.close()
 
 
 class Seen(Registry, Protocol):
@@ -103,7 +116,7 @@ class RegistryServer:
         self.url = f"{'http' if encrypted is None else 'https'}://{shown}:{port}"
         config = uvicorn.Config(
             self._app(), log_config=None, access_log=False, lifespan="off", ws="none", proxy_headers=False,
-            server_header=False, http="h11", loop="asyncio", limit_concurrency=_MOST_CONNECTIONS,
+            server_header=False, http=_Protocol, loop="asyncio", limit_concurrency=_MOST_CONNECTIONS,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )  # fmt: skip
         config.load()

@@ -22,6 +22,7 @@ from tensorlift.format.quoting import clean, plural, quote
 __all__ = ["HttpClient"]
 
 _LONGEST_ANSWER = 1 << 20
+_BUSY_SECONDS = 1.0
 _WHY = {
     "full": "it has as many readers as it takes",
     "updating": "it updates its weights",
@@ -69,6 +70,8 @@ class HttpClient:
 
     what = "seed"
     """What answers there, for messages."""
+    busy: tuple[int, ...] = ()
+    """What the server says by itself, or what stands in front of it, where it has too much to do."""
 
     def __init__(self, url: str, token: str = "", seconds: float = 10.0, ca: Ca | None = None) -> None:
         """``token``: see checked_token(); ``seconds``: how long an answer may take; ``ca``: whom https:// is
@@ -140,8 +143,11 @@ class HttpClient:
         try:
             refused = msgspec.json.decode(body, type=RefusedAnswer)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            busy = _BUSY_SECONDS if status in self.busy else None
             return SeedError(
                 f"{self.url} answers with status {status}: it is no {self.what} of this version of tensorlift"
+                + ("" if busy is None else ", or has too much to do"),
+                retry_seconds=busy,
             )
         why = _WHY.get(refused.reason) or quote(refused.reason, 300)[1:-1]
         when = refused.retry_seconds
