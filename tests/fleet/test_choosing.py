@@ -75,7 +75,7 @@ def test_who_is_full_is_left_out() -> None:
     assert full.value.retry_seconds == 1
     with pytest.raises(SeedError) as crowded:
         chosen([seen("a", 8)], Near(), 1, (), lambda: 0.0, waiting=1000)
-    assert crowded.value.retry_seconds == 5
+    assert crowded.value.retry_seconds == 10
 
 
 def test_there_is_none() -> None:

@@ -100,6 +100,25 @@ def test_forks_tell(known: tuple[Registry, RegistryServer | RedisRegistry]) -> N
     )
 
 
+def test_those_that_wait_ask_less_often(known: tuple[Registry, RegistryServer | RedisRegistry]) -> None:
+    registry, _ = known
+    registry.announce(announced(1, most_readers=1))
+    registry.candidates(KEY, Near())
+
+    def retry() -> float | None:
+        with pytest.raises(SeedError, match="as many readers as they take") as full:
+            registry.candidates(KEY, Near())
+        return full.value.retry_seconds
+
+    forks = [ForkReport(fork=f"{number:032x}", key=KEY, state="waiting") for number in range(150)]
+    for fork in forks:
+        registry.report(fork)
+    assert retry() == 1.5
+    for fork, state in zip(forks[:51], ("reading", "done", "failed") * 17, strict=True):
+        registry.report(msgspec.structs.replace(fork, state=state))
+    assert retry() == 1
+
+
 def test_what_cannot_be_announced(known: tuple[Registry, RegistryServer | RedisRegistry]) -> None:
     registry, behind = known
     for seed, message in (
@@ -124,13 +143,13 @@ def test_in_redis_seeds_lapse_by_themselves(
     assert on_a_redis.candidates(KEY, Near(), 9) == [announced(2).url]
     assert [seed.instance for seed in on_a_redis.view().seeds] == [announced(2).instance]
     # Nothing of it is left in the set of its key.
-    assert on_a_redis._redis.scard(on_redis._set_of(KEY)) == 1
+    assert on_a_redis._redis.scard(on_redis._of("key", KEY)) == 1
 
 
 def test_a_redis_where_others_write(on_a_redis: RedisRegistry) -> None:
     on_a_redis.announce(announced(1))
     base = on_a_redis._redis
-    base.sadd(on_redis._set_of(KEY), b"\xff\x00", b"junk", announced(3).instance)
+    base.sadd(on_redis._of("key", KEY), b"\xff\x00", b"junk", announced(3).instance)
     base.set("tensorlift:seed:junk", b"\xff{")
     base.set(f"tensorlift:seed:{announced(3).instance}", msgspec.json.encode({"url": 7}))
     base.set(f"tensorlift:sent:{announced(1).instance}", b"many")
@@ -142,11 +161,11 @@ def test_a_redis_where_others_write(on_a_redis: RedisRegistry) -> None:
     assert on_a_redis.candidates(KEY, Near(), 9) == [announced(1).url]
     evil = msgspec.structs.replace(announced(4), url="http://evil.example:80")
     base.set(f"tensorlift:seed:{evil.instance}", msgspec.json.encode(evil))
-    base.sadd(on_redis._set_of(KEY), evil.instance)
+    base.sadd(on_redis._of("key", KEY), evil.instance)
     with pytest.raises(SeedError, match=r"names a seed that is not gone to: 'evil.example' is a name"):
         on_a_redis.candidates(KEY, Near(), 9)
-    base.delete(on_redis._set_of(KEY))
-    base.set(on_redis._set_of(KEY), "no set")
+    base.delete(on_redis._of("key", KEY))
+    base.set(on_redis._of("key", KEY), "no set")
     with pytest.raises(SeedError, match=r"^redis://127.0.0.1:\d+ refuses: WRONGTYPE"):
         on_a_redis.candidates(KEY, Near())
 

@@ -125,7 +125,7 @@ def test_those_that_wait_ask_less_often_where_they_are_many(table: Table) -> Non
         table.report(report(number, "waiting"))
     with pytest.raises(SeedError) as full:
         table.candidates(KEY, Near())
-    assert full.value.retry_seconds == 3
+    assert full.value.retry_seconds == 6
 
 
 def test_there_are_ends_to_what_it_knows(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ __all__ = ["Seen", "chosen", "distance"]
 
 # How often those that wait for room should ask, where few do.
 _RETRY_SECONDS = 1.0
-# So many questions a second of those that wait are enough for a registry.
-_QUESTIONS = 200
+# So many questions a second of those that wait are enough for a registry. Where many wait, a seed that has
+# room is found at once however seldom each of them asks.
+_QUESTIONS = 100
 
 
 class Seen(NamedTuple):

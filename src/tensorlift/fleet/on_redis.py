@@ -3,6 +3,7 @@
 tensorlift:seed:INSTANCE   an Announcement, as long as it is renewed
 tensorlift:sent:INSTANCE   forks that were sent there and have not come
 tensorlift:key:DIGEST      the instances of a key; those that are gone are taken out when they are found
+tensorlift:waiting:DIGEST  forks that wait for a seed of a key, each with the time until which it counts
 tensorlift:fork:FORK       a ForkReport, as long as it is under way
 tensorlift:ended           how many forks of a key ended how
 tensorlift:recent          the last that ended
@@ -14,6 +15,7 @@ import hashlib
 import ipaddress
 import random
 import socket
+import time
 import urllib.parse
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -90,8 +92,8 @@ class RedisRegistry:
         )
         with self._asking() as base, base.pipeline() as many:
             many.set(_P + "seed:" + seed.instance, msgspec.json.encode(seed), px=_LEASE)
-            many.sadd(_set_of(seed.key), seed.instance)
-            many.pexpire(_set_of(seed.key), _SET)
+            many.sadd(_of("key", seed.key), seed.instance)
+            many.pexpire(_of("key", seed.key), _SET)
             many.execute()
         return LEASE_SECONDS
 
@@ -131,7 +133,8 @@ class RedisRegistry:
         """See Registry."""
         with self._asking() as base:
             try:
-                found = chosen(self._seen(base, key), near, count, without, random.random)
+                waiting = base.zcount(_of("waiting", key), time.time(), "+inf")
+                found = chosen(self._seen(base, key), near, count, without, random.random, waiting)
             except SeedError as error:
                 raise SeedError(f"{self.url}: {told_key(key)}: {error}", error.retry_seconds) from None
             with base.pipeline() as many:
@@ -145,12 +148,12 @@ class RedisRegistry:
             raise SeedError(f"{self.url} names a seed that is not gone to: {clean(str(error))}") from None
 
     def _seen(self, base: Any, key: ModelKey) -> list[Seen]:
-        instances = [raw.decode("ascii", "replace") for raw in base.smembers(_set_of(key))]
+        instances = [raw.decode("ascii", "replace") for raw in base.smembers(_of("key", key))]
         if not instances:
             return []
         raws = base.mget([_P + "seed:" + one for one in instances])
         if gone := [one for one, raw in zip(instances, raws, strict=True) if raw is None]:
-            base.srem(_set_of(key), *gone)
+            base.srem(_of("key", key), *gone)
         sent = base.mget([_P + "sent:" + one for one in instances])
         seeds = zip(_all_of(raws, Announcement), sent, strict=True)
         return [
@@ -170,6 +173,12 @@ class RedisRegistry:
         """See Registry."""
         check_report(fork)
         with self._asking() as base, base.pipeline() as many:
+            many.zremrangebyscore(_of("waiting", fork.key), "-inf", time.time())
+            if fork.state == "waiting":
+                many.zadd(_of("waiting", fork.key), {fork.fork: time.time() + LEASE_SECONDS})
+                many.pexpire(_of("waiting", fork.key), _SET)
+            else:
+                many.zrem(_of("waiting", fork.key), fork.fork)
             if fork.has_ended:
                 many.delete(_P + "fork:" + fork.fork)
                 many.hincrby(_P + "ended", msgspec.json.encode((fork.key, fork.state)), 1)
@@ -205,8 +214,8 @@ class RedisRegistry:
         self._redis.close()
 
 
-def _set_of(key: ModelKey) -> str:
-    return _P + "key:" + hashlib.sha256(msgspec.json.encode(key)).hexdigest()
+def _of(kind: str, key: ModelKey) -> str:
+    return f"{_P}{kind}:" + hashlib.sha256(msgspec.json.encode(key)).hexdigest()
 
 
 def _read(raw: Any, kind: type[_T]) -> _T | None:
