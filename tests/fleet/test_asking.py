@@ -17,7 +17,7 @@ from support.registries import KEY, announced, serving
 from support.seeds import nobody
 from support.waiting import until, when
 from tensorlift.errors import ForkError, OptionError, SeedError
-from tensorlift.fleet import asking, saying
+from tensorlift.fleet import asking, saying, table
 from tensorlift.fleet.contract import Load
 from tensorlift.fleet.server import RegistryServer
 from tensorlift.forking.manifest import ModelKey
@@ -171,8 +171,11 @@ def test_a_fork_does_not_wait_for_ever(server: RegistryServer, tmp_path: Path) -
         assert forked(server.url, wait=0.5, fallback=tmp_path).by_source == {"files": NBYTES}
 
 
-def test_a_seed_that_the_registry_thinks_has_room(server: RegistryServer) -> None:
+def test_a_seed_that_the_registry_thinks_has_room(
+    server: RegistryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its lease is refused; it is asked again, not passed over."""
+    monkeypatch.setattr(table, "SENT_SECONDS", 0.1)
     with seeding(server, readers=1) as seed:
         lease = seed.grant(50)
 

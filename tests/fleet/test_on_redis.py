@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import trustme
 
 from support import leaks
 from support.registries import KEY, announced, redis_server, serving
@@ -188,6 +189,34 @@ def test_a_redis_with_a_password(tmp_path: Path) -> None:
         with pytest.raises(SeedError) as refused:
             stranger.announce(announced(2))
         assert not any(word in str(refused.value) for word in ("geheim", "falsch"))
+        stranger.close()
+
+
+def test_a_redis_behind_a_socket_and_under_tls(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    cert, key, ca, local = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem", "redis.sock"))
+    made.cert_chain_pems[0].write_to_path(cert)
+    made.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(ca)
+    port = int(nobody().rpartition(":")[2])
+    options = ("--unixsocket", local, "--tls-port", port, "--tls-auth-clients", "no")
+    options += ("--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", ca)
+    with redis_server(tmp_path, "", *options) as plain:
+        first = registry_of(plain)
+        first.announce(announced(1, url="http://0.0.0.0:7000"))
+        first.close()
+        for url, host in (
+            (f"unix://{local}", "localhost"),
+            (f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={ca}", "127.0.0.1"),
+        ):
+            other = registry_of(url)
+            # Who listens on all addresses is where the Redis is that sees him so.
+            assert other.candidates(KEY, Near()) == [f"http://{host}:7000"]
+            other.close()
+        stranger = registry_of(f"rediss://127.0.0.1:{port}")
+        with pytest.raises(SeedError, match=r"cannot be reached: .*certificate"):
+            stranger.candidates(KEY, Near())
         stranger.close()
 
 

@@ -71,8 +71,8 @@ def process(*arguments: object, **environment: str) -> Iterator[tuple[subprocess
 
 
 @contextlib.contextmanager
-def redis_server(folder: Path, password: str = "") -> Iterator[str]:
-    """Its URL; skips where Debian's package is not installed."""
+def redis_server(folder: Path, password: str = "", *more: object) -> Iterator[str]:
+    """Its URL, with ``more`` options; skips where Debian's package is not installed."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("redis-server is not installed (Debian: redis-server)")
@@ -80,6 +80,7 @@ def redis_server(folder: Path, password: str = "") -> Iterator[str]:
         port = taken.getsockname()[1]
     options = ["--port", port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder]
     options += ["--requirepass", password] if password else []
+    options += [*more]
     with subprocess.Popen([program, *map(str, options)], stdout=subprocess.DEVNULL) as child:
         try:
             end = time.monotonic() + SECONDS
