@@ -59,6 +59,11 @@ def view(server: RegistryServer) -> Any:
     return server._registry.view()
 
 
+def loads(server: RegistryServer) -> dict[str, tuple[int, int]]:
+    """(readers, leases so far) by URL."""
+    return {seed.url: (seed.load.readers, seed.load.leases) for seed in view(server).seeds}
+
+
 def forked(registry: Any, **more: Any) -> tensorlift.Forked:
     into = {"a": torch.zeros(1000, dtype=torch.int64)}
     found = tensorlift.fork(registry=registry, into=into, **({"key": KEY} | more))
@@ -81,9 +86,13 @@ def test_a_fork_is_sent_to_a_seed_and_tells_of_it(server: RegistryServer) -> Non
 
 def test_forks_are_spread_and_many_are_read_at_once(server: RegistryServer) -> None:
     with seeding(server) as one, seeding(server) as other:
-        first, second = (set(forked(server.url).by_source) for _ in range(2))
-        assert first | second == {one.url, other.url}
-        assert first != second
+        lease = one.grant(50)
+        until(lambda: loads(server)[one.url] == (1, 1))
+        for number in range(3):
+            # The registry knows that those before have come, and have ended.
+            until(lambda number=number: loads(server)[other.url] == (0, number))
+            assert set(forked(server.url).by_source) == {other.url}
+        one.release(lease.id)
         both = forked(server.url, seeds=2, chunk_bytes=8, connections=1)
         assert set(both.transports) == {one.url, other.url}
 
