@@ -11,7 +11,8 @@ from tensorlift.errors import TensorliftError
 
 __all__ = ["Saying"]
 
-_FIRST_BACKOFF, _LAST_BACKOFF = 1.0, 30.0
+# A registry that was begun again knows seeds for one lease: they come back sooner.
+_FIRST_BACKOFF, _LAST_BACKOFF = 1.0, 10.0
 # However the other side counts.
 _SHORTEST_REST, _LONGEST_REST = 0.5, 600.0
 _log = logging.getLogger("tensorlift")
