@@ -23,6 +23,7 @@ demo: $(LIBRARY) $(VENV)/.demo  ## load a real model, compare it byte for byte w
 	$(BIN)/python examples/demo_minilm.py
 
 test: $(LIBRARY) $(VENV)/.dev  ## run the tests
+	@tools/system.sh $(PYTHON) tests || echo "Tests that need them are skipped."
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(LIBRARY) $(VENV)/.dev  ## style, types, import directions, sizes, docs against the tree

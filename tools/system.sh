@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that building and testing need, and only those that are missing.
-# Run by the Makefile with the Python in use as its only argument; silent when there is nothing to do.
+# Run by the Makefile with the Python in use as its first argument; silent when there is nothing to do. With "tests" as
+# its second one it installs what some tests want, and without which they are skipped.
 set -euo pipefail
 
 python="$1"
@@ -10,6 +11,10 @@ command -v git >/dev/null || missing+=(git)
 [ -e /usr/include/liburing.h ] || missing+=(liburing-dev)
 [ -e /usr/include/xxhash.h ] || missing+=(libxxhash-dev)
 command -v nft >/dev/null || [ -x /usr/sbin/nft ] || missing+=(nftables)
+if [ "${2:-}" = tests ]; then
+    command -v chromium >/dev/null || missing+=(chromium)
+    command -v redis-server >/dev/null || missing+=(redis-server)
+fi
 if ! command -v "$python" >/dev/null; then
     missing+=(python3 python3-venv)
 elif ! "$python" -c ''; then

@@ -18,7 +18,7 @@
     |  '- PeerError                     another rank failed, left or is gone
     |- ForkError                        weights cannot be taken out of a running instance
     |  |- ManifestError                 what it says of its weights is not right
-    |  '- SeedError                     it cannot be reached, refuses, or ended
+    |  '- SeedError                     it, or a registry, cannot be reached, refuses, or ended
     '- RequestError                     what was asked for cannot be done (also a ValueError)
        |- OptionError                   an unknown option or a value that does not fit
        |- DeviceError                   a device that is not there or not supported
@@ -142,8 +142,8 @@ class ManifestError(ForkError):
 
 
 class SeedError(ForkError):
-    """A running instance cannot be reached, refuses, or ended; ``retry_seconds``: when to ask again;
-    ``answered``: whether anybody was there.
+    """A running instance or registry cannot be reached, refuses, or ended; ``retry_seconds``: when to ask
+    again; ``answered``: whether anybody was there.
     """
 
     def __init__(self, message: str, retry_seconds: float | None = None, answered: bool = True) -> None:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tensorlift.errors import OptionError
+from tensorlift.fleet.asking import Asked
+from tensorlift.fleet.contract import MOST_CANDIDATES, near_of
+from tensorlift.fleet.naming import FORMS, registry_of
+from tensorlift.fleet.publishing import Published
 from tensorlift.forking.fork import Forked, fork_into
+from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
+from tensorlift.options import parse_count, parse_seconds
 from tensorlift.progress import Report, reporter
 
 __all__ = ["fork", "seed"]
@@ -21,6 +28,9 @@ def seed(
     port: int = 0,
     token: str | None = None,
     limit: str | None = None,
+    registry: str | Sequence[str] | None = None,
+    registry_ca: Any = None,
+    place: str | None = None,
     **options: Any,
 ) -> Seed:
     """Offers the weights of a model to forks, at its ``url``, until it is closed.
@@ -28,20 +38,32 @@ def seed(
     model: a torch.nn.Module (parameters, buffers, derived tensors) or a dict of tensors. key: which weights
     they are; the name of a model stands for ModelKey(model=name), a whole one. token: what forks have to
     know; needed where host is not loopback. limit: such as "2GB/s", or "25%" of the network's rate. join: the
-    URL of another seed, behind which this one stands as another rank or role. Other options are those of
-    Seed. Raises RequestError, OptionError, SeedError where another seed cannot be joined, OSError where
-    nobody can listen there.
+    URL of another seed, behind which this one stands as another rank or role.
+
+    registry: where it announces itself (docs/fleet.md), by the same token; one that is down stops no seed.
+    registry_ca: whom a registry at https:// is trusted by. place: where this is, "zone-1/rack-12", else what
+    TENSORLIFT_PLACE says. Other options are those of Seed. Raises RequestError, OptionError, SeedError where
+    another seed cannot be joined, OSError where nobody can listen there.
     """
-    return Seed(model, key, host=host, port=port, token=token, limit=limit, **options)
+    near = near_of(place)
+    known = None if registry is None else registry_of(registry, checked_token(token), registry_ca)
+    made = Seed(model, key, host=host, port=port, token=token, limit=limit, **options)
+    if known is not None:
+        made.follow(Published(made, known, near))
+    return made
 
 
 def fork(
-    source: str | Sequence[str],
+    source: str | Sequence[str] | None = None,
     *,
     into: object,
     token: str | None = None,
     key: ModelKey | str | None = None,
     progress: bool | Report | None = None,
+    registry: str | Sequence[str] | None = None,
+    place: str | None = None,
+    seeds: int = 1,
+    wait: float = 300.0,
     **options: Any,
 ) -> Forked:
     """Fills the tensors of a model from a running instance.
@@ -49,9 +71,25 @@ def fork(
     source: the URL of a seed, or of several with the same weights, of which all are read at once. into: a
     torch.nn.Module or a dict of tensors, with the names, dtypes, shapes and strides of the seed's. key: which
     weights of the instance are wanted (rank, role); without it those of the seed itself. progress: a bar on
-    stderr, or a function that is called with (bytes done, bytes in all). Other options are
-    those of forking.fork.fork_into. Raises ForkError, SeedError, ManifestError, RequestError, OptionError;
-    after an error the contents of the tensors are undefined.
+    stderr, or a function that is called with (bytes done, bytes in all).
+
+    registry: instead of a source, who knows seeds of the key (docs/fleet.md). place: see seed(). seeds: how
+    many of them are read at once. wait: seconds that one with room is waited for. Other options are those of
+    forking.fork.fork_into. Raises ForkError, SeedError, ManifestError, RequestError, OptionError; after an
+    error the contents of the tensors are undefined.
     """
+    if (source is None) == (registry is None):
+        raise OptionError(f"a fork wants either the URL of a seed or a registry: {FORMS}")
     with reporter(progress) as report:
-        return fork_into(into, source, token=token, key=key, progress=report, **options)
+        if source is not None:
+            return fork_into(into, source, token=token, key=key, progress=report, **options)
+        if key is None:
+            raise OptionError("a registry is asked by a key: give key=, the name of a model or a ModelKey")
+        near, wait = near_of(place), parse_seconds(wait, "wait")
+        count, wanted = parse_count(seeds, "seeds", MOST_CANDIDATES), checked_key(key)
+        assert registry is not None
+        known = registry_of(registry, checked_token(token), options.get("ca"))
+        with Asked(known, wanted, near, count, wait) as asked:
+            return fork_into(
+                into, asked.seeds, token=token, key=wanted, progress=asked.progress(report), **options
+            )

@@ -49,8 +49,8 @@ _LARGEST_SIZE = 1 << 62
 _LARGEST_COUNT = 4096
 _LONGEST = 7 * 86400  # seconds
 _PREFIX, _OF_TESTS = "TENSORLIFT_", "TENSORLIFT_TEST"
-# Read elsewhere: engine/library.py, cli/console.py and forking/tokens.py.
-_NO_SETTINGS = ("TENSORLIFT_LIBRARY", "TENSORLIFT_DEBUG", "TENSORLIFT_TOKEN")
+# Read elsewhere: engine/library.py, cli/console.py, forking/tokens.py and fleet/contract.py.
+_NO_SETTINGS = ("TENSORLIFT_LIBRARY", "TENSORLIFT_DEBUG", "TENSORLIFT_TOKEN", "TENSORLIFT_PLACE")
 _log = logging.getLogger("tensorlift")
 _told: set[str] = set()
 

@@ -101,7 +101,7 @@ def test_a_lease_is_given_back_by_who_waits_for_another(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     with Seed(offered, "m") as first, Seed(offered, "m", readers=1) as second:
-        held = SeedClient(second.url).lease(0.5)
+        held = SeedClient(second.url).lease(30.0)
         monkeypatch.setattr(reader.time, "sleep", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fork_into({"a": torch.zeros(5)}, [first.url, second.url], patience=60.0)
@@ -113,14 +113,14 @@ def test_a_stopped_seed_does_not_hold_the_fork_up_that_prolongs_its_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[float | None] = []
-    real = SeedClient._ask
+    real = SeedClient.ask
 
     def ask(client: SeedClient, method: str, path: str, *more: object, **named: object) -> bytes:
         if path.startswith("/v1/leases/") and method == "POST":
             asked.append(named.get("seconds"))  # type: ignore[arg-type]
         return real(client, method, path, *more, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SeedClient, "_ask", ask)
+    monkeypatch.setattr(SeedClient, "ask", ask)
     monkeypatch.setattr(reader, "_LEASE_SECONDS", 0.5)
     offered, found = ({f"t{k}": torch.zeros(10_000) for k in range(5)} for _ in range(2))
     with Seed(offered, "m", limit="200KB/s") as seed:

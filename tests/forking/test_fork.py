@@ -85,7 +85,7 @@ def test_transports_are_chosen_and_told(monkeypatch: pytest.MonkeyPatch) -> None
         assert taken() == "memory"
         assert taken("tcp", "shm") == "shm (process_vm_readv)"
         assert taken("tcp") == "tcp"
-        monkeypatch.setattr(shm, "_host", lambda: "0" * 32)
+        monkeypatch.setattr(shm, "host_id", lambda: "0" * 32)
         assert taken("tcp", "shm").startswith("tcp; not shm: the seed is on another host")
         with pytest.raises(ForkError, match=r"no transport can be had: not shm: the seed is on another host"):
             taken("shm")

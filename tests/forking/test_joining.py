@@ -164,7 +164,9 @@ def test_ranks_on_all_addresses() -> None:
     ):
         result = fork_into(weights(9), here(wide), token=TOKEN, key=key(1))
         assert set(result.by_source) == {here(rank)}
-        with pytest.raises(SeedError, match="a rank on loopback cannot be reached by all forks of this seed"):
+        with pytest.raises(
+            SeedError, match="a seed on loopback cannot be reached by all forks that ask here"
+        ):
             Seed(weights(1), key(1, "draft"), token=TOKEN, join=here(wide))
 
 
@@ -188,7 +190,7 @@ def test_addresses_of_version_six() -> None:
 def test_an_open_front_takes_ranks_from_where_they_are() -> None:
     with Seed(weights(0), key(0)) as open_front:
         client = SeedClient(open_front.url)
-        with pytest.raises(SeedError, match=r"it comes from 127.0.0.1; without a token a rank can name no"):
+        with pytest.raises(SeedError, match=r"it comes from 127.0.0.1; without a token it can name no"):
             client.join(JoinRequest("a" * 32, key(1), "http://10.0.0.9:1"))
         with pytest.raises(SeedError, match="answers with status 400"):
             client.join(JoinRequest("not an instance", key(1), "http://127.0.0.1:1"))

@@ -157,7 +157,7 @@ def test_addresses_that_are_none(address: str) -> None:
 
 def test_nobody_listens() -> None:
     with leaks.nothing_left(), pytest.raises(NotHereError, match="nobody listens on the seed's socket"):
-        ShmConnection(f"{shm._host()}:{secrets.token_hex(16)}", "", LEASE, PATIENCE)
+        ShmConnection(f"{shm.host_id()}:{secrets.token_hex(16)}", "", LEASE, PATIENCE)
 
 
 def table(files: object, *regions: object) -> bytes:
@@ -224,6 +224,6 @@ def test_a_seed_that_lies(said: bytes, then: Callable[[socket.socket], None], er
         listener.start()
         try:
             with pytest.raises(ConnectionAbortedError, match=error):
-                ShmConnection(f"{shm._host()}:{name}", "", LEASE, PATIENCE)
+                ShmConnection(f"{shm.host_id()}:{name}", "", LEASE, PATIENCE)
         finally:
             listener.close()

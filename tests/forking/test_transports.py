@@ -318,7 +318,7 @@ def test_the_best_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert transport() == "shm"
     assert transport("tcp") == "tcp"
-    monkeypatch.setattr(shm, "_host", lambda: "0" * 32)
+    monkeypatch.setattr(shm, "host_id", lambda: "0" * 32)
     assert transport() == "tcp; not shm: the seed is on another host, or in another network namespace"
     with pytest.raises(ConnectionRefusedError, match="no transport can be had: not shm: the seed is on"):
         transport("shm")
@@ -338,7 +338,7 @@ def test_a_seed_does_without_what_cannot_be_had(monkeypatch: pytest.MonkeyPatch)
     def fail() -> str:
         raise FileNotFoundError("no /proc here")
 
-    monkeypatch.setattr(shm, "_host", fail)
+    monkeypatch.setattr(shm, "host_id", fail)
     served = Served([], lambda lease: True)
     assert [offer.kind for offer in served.offers] == ["tcp"]
     served.close()

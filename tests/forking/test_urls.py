@@ -45,16 +45,16 @@ def test_where_a_rank_is(url: str, front: str, seen: str, named: str) -> None:
 def test_only_who_knows_the_token_names_other_addresses() -> None:
     assert placed("http://10.0.0.9:1", "http://10.0.0.4:9", "10.0.0.5", True) == "http://10.0.0.9:1"
     for url in ("http://10.0.0.9:1", "http://169.254.169.254:80"):
-        with pytest.raises(RequestError, match=r"it comes from 10.0.0.5; without a token a rank can name no"):
+        with pytest.raises(RequestError, match=r"it comes from 10.0.0.5; without a token it can name no"):
             placed(url, "http://10.0.0.4:9", "10.0.0.5", False)
 
 
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("https://10.0.0.5:1", "a rank behind http:// has to be http:// too, not https://"),
-        ("http://node7:1", "a rank is named by its address"),
-        ("http://127.0.0.1:1", "a rank on loopback cannot be reached by all forks"),
+        ("https://10.0.0.5:1", "a seed behind http:// has to be http:// too, not https://"),
+        ("http://node7:1", "a seed is named by its address"),
+        ("http://127.0.0.1:1", "a seed on loopback cannot be reached by all forks"),
         ("http://10.0.0.5:1/x", "is no URL of a seed"),
     ],
 )

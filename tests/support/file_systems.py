@@ -96,3 +96,12 @@ def bindfs(folder: Path, point: Path) -> Iterator[Path]:
     point.mkdir()
     with _mounted(["bindfs", str(folder), str(point)], point, "bindfs") as mounted:
         yield mounted
+
+
+@contextmanager
+def small(point: Path, nbytes: int) -> Iterator[Path]:
+    """A tmpfs with room for so much."""
+    point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(point)]
+    with _mounted(command, point, "tmpfs") as mounted:
+        yield mounted

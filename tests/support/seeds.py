@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from tensorlift import instances
 from tensorlift.forking import reader
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
-from tensorlift.forking.seed import Seed
 
 KEY = ModelKey(model="org/model")
 TENSORS, ITEMS = 40, 25_000
@@ -104,7 +104,7 @@ def running(what: str, inside: Callable[[], object] | None = None, **more: Any) 
 def _seed(version: int, **more: Any) -> None:
     """Says its URL, then: ["update", version, timeout] and ["stats"]."""
     offered = weights(version)
-    with Seed(offered, KEY, weights=str(version), **more) as seed:
+    with instances.seed(offered, key=KEY, weights=str(version), **more) as seed:
         print(json.dumps(seed.url), flush=True)
         for line in sys.stdin:
             what, *rest = json.loads(line)

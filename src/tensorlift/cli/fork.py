@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tensorlift.cli.console import guarded, told
 from tensorlift.cli.interrupts import at_once
+from tensorlift.errors import OptionError, SeedError
 from tensorlift.forking.tokens import token_of
 from tensorlift.format.quoting import clean, plural
 from tensorlift.progress import reporter
 from tensorlift.stats import human_bytes
+
+if TYPE_CHECKING:
+    from tensorlift.bench.cases import Case
+    from tensorlift.forking.remote import SeedCheckpoint
 
 __all__ = ["command"]
 
@@ -25,8 +31,10 @@ _TOGETHER_BYTES = 256 << 20
 
 @guarded
 def command(
-    url: str = typer.Argument(
-        metavar="URL", help="Of a seed: http(s)://host:port, or tensorlift://host:port/key to be sure which."
+    url: str | None = typer.Argument(
+        None,
+        metavar="[URL]",
+        help="Of a seed: http(s)://host:port, or tensorlift://host:port/key to be sure which.",
     ),
     out: Path = typer.Option(..., metavar="DIR", help="The folder to write to; made if it is not there."),
     token_file: str | None = typer.Option(
@@ -37,6 +45,16 @@ def command(
         metavar="FILE",
         help="Certificates (PEM) that a seed under TLS is trusted by; else the system's.",
     ),
+    registry: str | None = typer.Option(
+        None,
+        metavar="REGISTRY",
+        help="Instead of a URL, who knows seeds: http(s)://host:port, redis://host:port, file:/path.json, "
+        "dns://name:port.",
+    ),
+    key: str | None = typer.Option(None, metavar="MODEL", help="What a registry is asked for."),
+    place: str | None = typer.Option(
+        None, help="Where this is, from the widest: zone-1/rack-12. [TENSORLIFT_PLACE]"
+    ),
     force: bool = typer.Option(False, "--force", help="Replace a checkpoint that is there."),
     progress: bool | None = typer.Option(
         None, "--progress/--no-progress", help="A bar on stderr; without either, on a terminal only."
@@ -46,12 +64,65 @@ def command(
     """Take the tensors of a running instance and write them as safetensors files."""
     token = token_of(token_file)
     with at_once():
-        from tensorlift.bench.cases import Spec, write_tensors
         from tensorlift.forking.remote import SeedCheckpoint, source_of
-        from tensorlift.format import dtypes
 
+    if (url is None) == (registry is None):
+        raise OptionError("expected either the URL of a seed or --registry, with --key")
     begin = time.perf_counter()
-    seed = SeedCheckpoint(source_of(url), token, ca=ca, as_it_is=True)
+    if registry is None:
+        assert url is not None
+        seed = SeedCheckpoint(source_of(url), token, ca=ca, as_it_is=True)
+    else:
+        seed = _found(registry, key, token, ca, place)
+    case = _written(seed, out, progress, force)
+    _print(
+        {
+            "folder": str(out),
+            "url": seed.client.url,
+            "key": seed.manifest.key.model,
+            "weights": seed.manifest.weights,
+            "tensors": case.tensors,
+            "bytes": case.nbytes,
+            "by_source": {seed.client.url: case.nbytes},
+            "files": [file.name for file in case.files],
+            "seconds": time.perf_counter() - begin,
+        },
+        as_json,
+    )
+
+
+def _found(
+    registry: str, model: str | None, token: str, ca: Path | None, place: str | None
+) -> SeedCheckpoint:
+    """A seed of the model that answers: as a checkpoint, else as an engine holds it. Raises SeedError."""
+    from tensorlift.fleet.contract import near_of
+    from tensorlift.fleet.naming import registry_of
+    from tensorlift.forking.keys import checked_key
+    from tensorlift.forking.manifest import ModelKey
+    from tensorlift.forking.remote import SeedCheckpoint, url_of
+
+    if model is None:
+        raise OptionError("a registry is asked by a key: --key MODEL, as the seed calls it")
+    near, left = near_of(place), list[str]()
+    problems: list[SeedError] = []
+    with contextlib.closing(registry_of(registry, token, ca)) as known:
+        for key in (checked_key(ModelKey(model=model, processed=False)), checked_key(model)):
+            try:
+                while True:
+                    left += known.candidates(key, near, 1, left)
+                    try:
+                        return SeedCheckpoint(url_of(left[-1], model), token, ca=ca, as_it_is=True)
+                    except SeedError as error:
+                        problems.append(error)
+            except SeedError as error:
+                problems.append(error)
+    raise SeedError("; ".join(map(str, problems)))
+
+
+def _written(seed: SeedCheckpoint, out: Path, progress: bool | None, force: bool) -> Case:
+    from tensorlift.bench.cases import Spec, write_tensors
+    from tensorlift.format import dtypes
+
     specs = [
         Spec(name, dtypes.ALL[kind].code, shape)
         for name, kind, shape in zip(seed.names, seed.dtypes.tolist(), seed.shapes, strict=True)
@@ -69,21 +140,7 @@ def command(
                 done += part.nbytes
                 yield part
 
-        case = write_tensors(out, specs, read, keep=not force)
-    _print(
-        {
-            "folder": str(out),
-            "url": seed.client.url,
-            "key": seed.manifest.key.model,
-            "weights": seed.manifest.weights,
-            "tensors": case.tensors,
-            "bytes": case.nbytes,
-            "by_source": {seed.client.url: case.nbytes},
-            "files": [file.name for file in case.files],
-            "seconds": time.perf_counter() - begin,
-        },
-        as_json,
-    )
+        return write_tensors(out, specs, read, keep=not force)
 
 
 def _print(facts: dict[str, Any], as_json: bool) -> None:

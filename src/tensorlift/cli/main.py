@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tensorlift.cli import bench, digest, doctor, fork, load, plan, seed, show, synth, tune, verify
+from tensorlift.cli import bench, digest, doctor, fork, load, plan, registry, seed, show, synth, tune, verify
 from tensorlift.cli.console import EXIT_CODES
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ app.command("digest")(digest.command)
 app.command("verify")(verify.command)
 app.command("seed")(seed.command)
 app.command("fork")(fork.command)
+app.command("registry")(registry.command)
 app.command("synth")(synth.command)
 app.command("tune")(tune.command)
 app.command("bench")(bench.command)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tensorlift.cli.console import guarded, told
 from tensorlift.cli.interrupts import at_once, until_terminated
-from tensorlift.errors import MachineError, OptionError
-from tensorlift.forking.encryption import seed_context
+from tensorlift.cli.serving import listening, rest, tls_context
 from tensorlift.forking.links import link_rate
 from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.tokens import token_of
-from tensorlift.format.quoting import plural, quote
+from tensorlift.format.quoting import plural
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Sequence
 
     from tensorlift.forking.manifest import ModelKey
@@ -53,6 +48,12 @@ def command(
     key: str | None = typer.Option(
         None, metavar="MODEL", help="What the model is called; without it, as its folder or its Hub id."
     ),
+    registry: str | None = typer.Option(
+        None, metavar="REGISTRY", help="Where it announces itself: http(s)://host:port, redis://host:port."
+    ),
+    place: str | None = typer.Option(
+        None, help="Where this is, from the widest: zone-1/rack-12. [TENSORLIFT_PLACE]"
+    ),
     progress: bool | None = typer.Option(
         None, "--progress/--no-progress", help="A bar on stderr; without either, on a terminal only."
     ),
@@ -61,53 +62,29 @@ def command(
     """Load a checkpoint into host memory and offer it to other processes, until Ctrl-C or SIGTERM."""
     token = token_of(token_file)
     parse_limit(limit, "--limit", lambda: link_rate(host))
-    tls = _context(tls_cert, tls_key)
+    tls = tls_context(tls_cert, tls_key)
     with at_once():
+        from tensorlift.forking.keys import check_host
         from tensorlift.forking.listener import Listener
         from tensorlift.forking.remote import url_of
-        from tensorlift.forking.seed import Seed, check_host
+        from tensorlift.instances import seed as begun
 
     check_host(host, token, insecure)
     with until_terminated():
-        with _listening(host, port):
+        with listening(host, port):
             # Before a load that may take minutes.
             Listener(host, port, id, 1).close()
         tensors, facts = _loaded(paths, progress)
         model = _key(paths, key)
-        with _listening(host, port):
-            seed = Seed(
-                tensors, model, host=host, port=port, token=token or None, insecure=insecure, limit=limit,
-                readers=readers, tls=tls,
+        with listening(host, port):
+            seed = begun(
+                tensors, key=model, host=host, port=port, token=token or None, insecure=insecure, limit=limit,
+                readers=readers, tls=tls, registry=registry, place=place,
             )  # fmt: skip
         with seed:
             urls = {"url": seed.url, "source": url_of(seed.url, model.model)}
             _print(facts | {"key": model.model} | urls, as_json)
-            _rest()
-
-
-def _context(certificates: str | None, key: str | None) -> ssl.SSLContext | None:
-    if (certificates is None) != (key is None):
-        raise OptionError(
-            "--tls-cert and --tls-key go together: a file of certificates, and one of their key"
-        )
-    return None if certificates is None or key is None else seed_context((certificates, key))
-
-
-@contextlib.contextmanager
-def _listening(host: str, port: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(
-            f"nobody can listen on {quote(host)}, port {port}: {error.strerror or error}; name another "
-            "--host or --port"
-        ) from None
-
-
-def _rest() -> NoReturn:
-    """Until a signal's handler raises."""
-    while True:
-        signal.pause()
+            rest()
 
 
 def _loaded(paths: list[str], progress: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -35,6 +35,12 @@ _MOST_CONNECTIONS = 64
 _ATTEMPTS = 5
 
 
+Find = Callable[[ForkError | None], Sequence[str]]
+"""URLs of seeds to read from: at first, and for the error that came of those before; raises a ForkError where
+there are no others.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Forked:
     """What a fork did."""
@@ -59,7 +65,7 @@ class Forked:
 
 def fork_into(
     model: object,
-    urls: str | Sequence[str],
+    urls: str | Sequence[str] | Find,
     *,
     token: str | None = None,
     key: ModelKey | str | None = None,
@@ -75,14 +81,14 @@ def fork_into(
 ) -> Forked:
     """Fills the tensors of a model from one seed or several that offer the same weights.
 
-    key: which weights are wanted, of the seed or of another rank behind its URL; without it those of the
-    first seed. ca: a file of certificates (PEM) that https:// seeds are trusted by. connections: to each
-    seed, at most 64. patience: seconds that a seed may do nothing, or keep a fork waiting (and see pace.py).
-    chunk_bytes: or "16MiB". transports: those that may be taken. Names, dtypes, shapes and strides are
-    compared before a byte is written. digests: "full", each chunk is compared with its digest; "sample", some
-    are (see chunks.checked); "off", none is. With the first two, whole tensors in host memory are compared
-    too, where the seed publishes their digests. Epochs always are. part_of: what the seed was seen to have,
-    and has still; the model is a part.
+    urls: one, several, or what finds them, and others where those fail. key: which weights are wanted, of the
+    seed or of another rank behind its URL; without it those of the first seed. ca: a file of certificates
+    (PEM) that https:// seeds are trusted by. connections: to each seed, at most 64. patience: seconds that a
+    seed may do nothing, or keep a fork waiting (see pace.py). chunk_bytes: or "16MiB". transports: those that
+    may be taken. Names, dtypes, shapes and strides are compared before a byte is written. digests: "full",
+    each chunk is compared with its digest; "sample", some are (see chunks.checked); "off", none is. With the
+    first two, whole tensors in host memory are compared too, where the seed publishes their digests. Epochs
+    always are. part_of: what the seed was seen to have, and has still; the model is a part.
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
     then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that
@@ -97,12 +103,12 @@ def fork_into(
     connections, patience, chunk_bytes = _checked(connections, patience, chunk_bytes, digests)
     ours = offer(named := named_tensors(model))
     secret, wanted = checked_token(token), None if key is None else checked_key(key)
-    clients = _clients(urls, secret, patience, ca)
+    find = _finder(urls, lambda url: SeedClient(url, secret, patience, ca))
     files = None if fallback is None else Fallback(fallback, model, named, ours)
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
     settle(named)
     fork = _Fork(
-        clients, _Wanted(wanted, ours, kinds, part_of, digests != "off"), chunk_bytes, progress,
+        find, _Wanted(wanted, ours, kinds, part_of, digests != "off"), chunk_bytes, progress,
         lambda work, sources: Reader(work, sources, secret, connections, patience, digests, kinds),
     )  # fmt: skip
     (taken, weights), by_source, own = _filled(fork, files, progress)
@@ -131,11 +137,24 @@ def _checked(
     )
 
 
-def _clients(urls: str | Sequence[str], token: str, patience: float, ca: Ca | None) -> list[SeedClient]:
-    clients = [SeedClient(url, token, patience, ca) for url in ([urls] if isinstance(urls, str) else urls)]
+_Clients = Callable[[ForkError | None], list[SeedClient]]
+
+
+def _finder(urls: str | Sequence[str] | Find, client: Callable[[str], SeedClient]) -> _Clients:
+    """Raises RequestError, OptionError at once for URLs that are none."""
+    if callable(urls):
+        asked = urls
+        return lambda error: [client(url) for url in asked(error)]
+    clients = [client(url) for url in ([urls] if isinstance(urls, str) else urls)]
     if not clients:
         raise RequestError("there is no seed to fork from; name one: http://host:port")
-    return clients
+
+    def named(error: ForkError | None) -> list[SeedClient]:
+        if error is not None:
+            raise error
+        return clients
+
+    return named
 
 
 def _filled(
@@ -169,13 +188,13 @@ class _Fork:
 
     def __init__(
         self,
-        clients: Sequence[SeedClient],
+        find: _Clients,
         wanted: _Wanted,
         chunk_bytes: int,
         progress: Progress | None,
         reader: Callable[[Sequence[Errand], Sequence[Source]], Reader],
     ) -> None:
-        self._clients, self._wanted, self._reader_of = clients, wanted, reader
+        self._find, self._wanted, self._reader_of = find, wanted, reader
         self.transports: dict[str, str] = {}
         self._chunk_bytes, self._progress = chunk_bytes, progress
         self._work: Sequence[Errand] = ()
@@ -185,10 +204,19 @@ class _Fork:
 
     def run(self) -> tuple[ModelKey, str]:
         """Key and version of the weights, once all have come; ForkError, SeedError, ManifestError."""
+        error: ForkError | None = None
+        while True:
+            clients = self._find(error)
+            try:
+                return self._read(clients)
+            except ForkError as problem:
+                error = problem
+
+    def _read(self, clients: Sequence[SeedClient]) -> tuple[ModelKey, str]:
         ours, part_of = self._wanted.ours, self._wanted.part_of
         attempts = _ATTEMPTS if part_of is None else 1
         for _ in range(attempts):
-            sources = _sources(self._clients, self._wanted, self.left)
+            sources = _sources(clients, self._wanted, self.left)
             manifest = sources[0].manifest
             copies = copies_of(manifest.tensors, ours.tensors, ours.memories)
             self._work = errands(copies, self._chunk_bytes)
@@ -209,7 +237,7 @@ class _Fork:
             if not any(source.stale for source in sources):
                 raise _incomplete(total - sum(self.kept_bytes().values()), total, sources)
         raise ForkError(
-            f"{self._clients[0].url}: the weights have changed {plural(attempts, 'time')} while they were "
+            f"{clients[0].url}: the weights have changed {plural(attempts, 'time')} while they were "
             "read; fork when they rest, or load from files"
         )
 
@@ -232,10 +260,13 @@ def _tell(progress: Progress | None, total: int, done: int) -> None:
 
 def _incomplete(lacking: int, total: int, sources: Sequence[Source]) -> ForkError:
     why = "; ".join(f"{source.name}: {source.gone}" for source in sources if source.gone)
-    return ForkError(
+    text = (
         f"{lacking:,} of {total:,} bytes could not be had: {why or 'no seed was left'}; "
         "the tensors here are not complete: fork again, or load from files"
     )
+    waits = [source.retry_seconds for source in sources if source.retry_seconds is not None]
+    # Nothing is wrong with seeds that have no room now.
+    return SeedError(text, min(waits)) if len(waits) == len(sources) else ForkError(text)
 
 
 def _sources(clients: Sequence[SeedClient], wanted: _Wanted, left: dict[str, str]) -> list[Source]:

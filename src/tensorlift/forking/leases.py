@@ -40,6 +40,8 @@ class Leases:
     def __init__(self, most_readers: int, longest_seconds: float) -> None:
         """A lease is for ``longest_seconds`` at most, and for no more than ``most_readers`` at once."""
         self.epoch = 0
+        self.granted = 0
+        """Leases that were given."""
         self.refused = 0
         """Leases that were not given, or not prolonged."""
         self._most, self._longest = most_readers, longest_seconds
@@ -68,6 +70,7 @@ class Leases:
             raise self._refusal("updating", 0.1)
         if self.live(now) >= self._most:
             raise self._refusal("full", max(0.1, min(lease.until for lease in self._live.values()) - now))
+        self.granted += 1
         return self._put(secrets.token_hex(16), seconds, now)
 
     def renew(self, id: str, seconds: float, now: float) -> Lease:

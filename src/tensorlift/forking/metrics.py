@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tensorlift.forking.manifest import SPLITS, ModelKey
@@ -10,7 +10,7 @@ from tensorlift.forking.manifest import SPLITS, ModelKey
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-__all__ = ["CONTENT_TYPE", "MISSING", "exposition"]
+__all__ = ["CONTENT_TYPE", "MISSING", "exposed", "exposition"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MISSING = "the package prometheus-client is not there: pip install 'tensorlift[metrics]'"
@@ -21,6 +21,7 @@ _COUNTERS = {
     "refused_chunks": "Chunks that were not sent: the weights are of another epoch, or are being changed.",
     "stale_chunks": "Chunks that were sent while the weights changed, so that readers throw them away.",
     "bad_requests": "Requests for chunks that are none.",
+    "granted_leases": "Leases that were given.",
     "refused_leases": "Leases that were not given or not prolonged.",
 }
 _GAUGES = {
@@ -32,23 +33,33 @@ _GAUGES = {
 
 def exposition(key: ModelKey, instance: str, stats: Mapping[str, int]) -> bytes | None:
     """What Seed.stats() says, in Prometheus' text format; None where prometheus-client is not installed."""
-    try:
-        from prometheus_client import CollectorRegistry, generate_latest
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
-        from prometheus_client.registry import Collector
-    except ImportError:
-        return None
     labels = {"model": key.model, "revision": key.revision, "role": key.role, "instance_id": instance}
     labels |= {name: "/".join(map(str, getattr(key, name))) for name in SPLITS}
 
-    class Counted(Collector):
+    def collect() -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+
+        yield InfoMetricFamily("tensorlift_seed", "Which weights these are.", value=labels)
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"tensorlift_seed_{name}", text, value=stats[name])
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"tensorlift_seed_{name}", text, value=stats[name])
+
+    return exposed(collect)
+
+
+def exposed(collect: Callable[[], Iterator[Metric]]) -> bytes | None:
+    """Families of metrics in Prometheus' text format; None where prometheus-client is not installed."""
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client.registry import Collector
+    except ImportError:
+        return None
+
+    class Collected(Collector):
         def collect(self) -> Iterator[Metric]:
-            yield InfoMetricFamily("tensorlift_seed", "Which weights these are.", value=labels)
-            for name, text in _COUNTERS.items():
-                yield CounterMetricFamily(f"tensorlift_seed_{name}", text, value=stats[name])
-            for name, text in _GAUGES.items():
-                yield GaugeMetricFamily(f"tensorlift_seed_{name}", text, value=stats[name])
+            return collect()
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Counted())
+    registry.register(Collected())
     return generate_latest(registry)

@@ -22,7 +22,7 @@ __all__ = ["Reader", "Source"]
 _LEASE_SECONDS = 30.0
 # For one that may not answer at all to prolong its lease, or to take it back.
 _BRIEFLY_SECONDS = 1.0
-_SHORTEST_WAIT = 0.05
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.05, 1.0
 _UNCHECKED = 'it was built without digests, so that what comes cannot be checked; digests="off" takes it so'
 _OUTCOMES = {
     Outcome.STALE: "its weights have changed",
@@ -41,6 +41,8 @@ class Source:
     renew_at: float = 0.0
     gone: str = ""
     """Why nothing is read from it any more."""
+    retry_seconds: float | None = None
+    """When it may have room; None where that is not what it lacked."""
     stale: bool = False
     """Because it has other weights now."""
     transport: str = ""
@@ -118,9 +120,11 @@ class Reader:
             except SeedError as error:
                 wait = error.retry_seconds
                 if wait is None or time.monotonic() + wait > end:
+                    source.retry_seconds = wait
                     self._leave(source, str(error).removeprefix(source.name).lstrip(": "))
                     return False
-                time.sleep(max(wait, _SHORTEST_WAIT))
+                # It may have room long before it has to.
+                time.sleep(min(max(wait, _SHORTEST_WAIT), _LONGEST_WAIT))
                 # What the others have given lasts meanwhile.
                 self._renew()
                 continue

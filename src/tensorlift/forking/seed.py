@@ -8,12 +8,13 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
-from tensorlift.errors import OptionError, RequestError
+from tensorlift.errors import OptionError
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
 from tensorlift.forking.joining import Joined, front_of
-from tensorlift.forking.keys import checked_key, checked_token, checked_weights, told_key
+from tensorlift.forking.keys import check_host, checked_key, checked_token, checked_weights, told_key
 from tensorlift.forking.leases import Lease, Leases
 from tensorlift.forking.links import link_rate
 from tensorlift.forking.listener import Listener
@@ -25,21 +26,12 @@ from tensorlift.forking.transports import Served
 from tensorlift.forking.whole import checked_digests, made_digests
 from tensorlift.options import parse_count, parse_seconds
 
-__all__ = ["Seed", "check_host"]
+__all__ = ["Follower", "Seed"]
 
 # A request takes milliseconds; a reader has one connection to ask by.
 _MOST_TALKS = 64
 # A fork that died holds its lease no longer.
 _LONGEST_LEASE = 60.0
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-def check_host(host: str, token: str, insecure: bool) -> None:
-    """Raises RequestError for an address that others reach, without a token."""
-    if host not in _LOOPBACK and not token and not insecure:
-        raise RequestError(
-            f"a seed on {host} is open to whoever reaches it: give a token, or say insecure=True (--insecure)"
-        )
 
 
 def _check_port(port: object) -> None:
@@ -49,6 +41,16 @@ def _check_port(port: object) -> None:
 
 def _checked_wait(timeout: float) -> float:
     return 0.0 if timeout == 0 else parse_seconds(timeout, "timeout")
+
+
+class Follower(Protocol):
+    """Who has to know what becomes of a seed."""
+
+    def changed(self) -> None:
+        """It has another version of its weights, or readers."""
+
+    def close(self) -> None:
+        """It ends."""
 
 
 class Seed:
@@ -91,14 +93,14 @@ class Seed:
         check_host(host, token, insecure)
         _check_port(port)
         readers, join_timeout = parse_count(readers, "readers"), parse_seconds(join_timeout, "join_timeout")
+        self.most_readers, self._followers = readers, list[Follower]()
         self._named = named_tensors(model)
         self._offering = offer(self._named)
         settle(self._named)
         self.token, self.key, self._weights = token, checked_key(key), checked_weights(weights)
-        self.ranks = RankTable(self.key)
         encrypted = seed_context(tls)
         self._scheme = "http" if encrypted is None else "https"
-        front = front_of(join, token, ca)
+        self.ranks, front = RankTable(self.key), front_of(join, token, ca)
         self.instance, self._process = secrets.token_hex(16), os.getpid()
         self._leases = Leases(readers, _LONGEST_LEASE)
         self._changed = threading.Condition()
@@ -122,6 +124,19 @@ class Seed:
     def url(self) -> str:
         """Where forks ask."""
         return f"{self._scheme}://{self._http.address}"
+
+    @property
+    def weights(self) -> str:
+        """The version of the weights now."""
+        return self._weights
+
+    def follow(self, follower: Follower) -> None:
+        """Told of every change from now on, and closed with the seed."""
+        self._followers.append(follower)
+
+    def _tell(self) -> None:
+        for follower in self._followers:
+            follower.changed()
 
     def _publish(self, digests: Mapping[str, str]) -> None:
         offering = self._offering
@@ -147,7 +162,9 @@ class Seed:
         """A lease; LeaseRefusedError."""
         with self._changed:
             now = time.monotonic()
-            return _told(self._leases.grant(seconds, now), now)
+            answer = _told(self._leases.grant(seconds, now), now)
+        self._tell()
+        return answer
 
     def renew(self, id: str, seconds: float) -> LeaseAnswer:
         """The same for longer; LeaseRefusedError."""
@@ -160,6 +177,7 @@ class Seed:
         with self._changed:
             self._leases.release(id)
             self._changed.notify_all()
+        self._tell()
 
     def _is_live(self, id: str) -> bool:
         with self._changed:
@@ -191,6 +209,7 @@ class Seed:
                     self._publish(made_digests(self._offering))
                 self._served.set_epoch(self._leases.epoch, True)
                 self._leases.end_update()
+            self._tell()
 
     def _wait_for_readers(self, timeout: float) -> None:
         end = time.monotonic() + timeout
@@ -198,11 +217,12 @@ class Seed:
             self._changed.wait(min(end, self._leases.next_end(now)) - now)
 
     def stats(self) -> dict[str, int]:
-        """epoch and readers now, refused_leases, and what the transports count: see Sender.stats()."""
+        """epoch and readers now, leases granted and refused, and what transports count: Sender.stats()."""
         with self._changed:
             leases = {
                 "epoch": self._leases.epoch,
                 "readers": self._leases.live(time.monotonic()),
+                "granted_leases": self._leases.granted,
                 "refused_leases": self._leases.refused,
             }
         return leases | self._served.stats()
@@ -219,6 +239,8 @@ class Seed:
         joined = getattr(self, "_joined", None)
         if joined is not None:
             joined.close()
+        while self._followers:
+            self._followers.pop().close()
         with self._changed:
             self._leases.close()
             self._wait_for_readers(timeout)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import secrets
@@ -38,6 +37,7 @@ from tensorlift.engine.abi_fork import (
 from tensorlift.engine.abi_types import RefusedError
 from tensorlift.forking.connection import NotHereError, SocketConnection
 from tensorlift.forking.handshake import introduce, receive
+from tensorlift.forking.host import host_id
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Offer
 from tensorlift.forking.sender import Sender
@@ -92,7 +92,7 @@ class ShmServer:
         """Begins. Raises OSError where it cannot listen, or the host does not say which one it is."""
         self._sender = sender
         name = secrets.token_hex(16)
-        self._address = f"{_host()}:{name}"
+        self._address = f"{host_id()}:{name}"
         self._listener = Listener(_socket_name(name), 0, self._shake, _MOST_HANDSHAKES)
         try:
             self._listener.start()
@@ -253,17 +253,11 @@ def _socket_name(name: str) -> str:
     return f"\0tensorlift-{name}"
 
 
-def _host() -> str:
-    """The same in two processes that see each other's sockets: of one kernel, in one network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return hashlib.sha256(f"{boot}{os.readlink('/proc/self/ns/net')}".encode()).hexdigest()[:32]
-
-
 def _connected(address: str, seconds: float) -> socket.socket:
     match = _ADDRESS.fullmatch(address)
     here = ""
     with contextlib.suppress(OSError):
-        here = _host()
+        here = host_id()
     if match is None or match[1] != here:
         raise NotHereError("the seed is on another host, or in another network namespace")
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -61,17 +61,17 @@ def placed(url: str, front: str, seen: str, has_token: bool) -> str:
     rank, own, peer = split_url(url), split_url(front), ipaddress.ip_address(seen)
     if rank.scheme != own.scheme:
         raise RequestError(
-            f"a rank behind {own.scheme}:// has to be {own.scheme}:// too, not {rank.scheme}://"
+            f"a seed behind {own.scheme}:// has to be {own.scheme}:// too, not {rank.scheme}://"
         )
     address = _address(rank.host)
     if address is None:
-        raise RequestError("a rank is named by its address, not by a name")
+        raise RequestError("a seed is named by its address, not by a name")
     if address.is_unspecified:
         return rank.url if peer.is_loopback else rank._replace(host=seen).url
     if address.is_loopback and not _is_loopback(own.host):
-        raise RequestError("a rank on loopback cannot be reached by all forks of this seed: give it a host=")
+        raise RequestError("a seed on loopback cannot be reached by all forks that ask here: give it a host=")
     if not has_token and address != peer and not (address.is_loopback and peer.is_loopback):
-        raise RequestError(f"it comes from {seen}; without a token a rank can name no other address")
+        raise RequestError(f"it comes from {seen}; without a token it can name no other address")
     return rank.url
 
 

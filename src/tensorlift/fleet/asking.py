@@ -1,0 +1,114 @@
+"""A fork that asks a registry: whom it reads from, whom it asks next, and what it tells meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import Callable
+
+from tensorlift.errors import ForkError, SeedError, TensorliftError
+from tensorlift.fleet.contract import ForkReport, Near, Registry, State
+from tensorlift.fleet.saying import Saying
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.format.quoting import clean
+
+__all__ = ["Asked"]
+
+# For a registry that is not there: it may be beginning again.
+_DOWN_SECONDS = 10.0
+_DOWN_REST = 0.5
+# For a seed that had no room when the registry thought it had.
+_FULL_REST = 1.0
+_MOST_LEFT = 100
+_LONGEST_REASON = 1000
+
+
+class Asked:
+    """One fork's dealings with a registry. A context manager: what ends with it is told as done or failed."""
+
+    def __init__(self, registry: Registry, key: ModelKey, near: Near, count: int, wait: float) -> None:
+        """count: seeds to read from at once; wait: seconds to wait for one that has room. Closes the
+        registry.
+        """
+        self._registry, self._key, self._near, self._count = registry, key, near, count
+        self._begin = time.monotonic()
+        self._end = self._begin + wait
+        self._id = secrets.token_hex(16)
+        self._state: State = "waiting"
+        self._bytes = 0, 0
+        self._given: tuple[str, ...] = ()
+        self._left: list[str] = []
+        self._saying: Saying | None = None
+
+    def seeds(self, error: ForkError | None = None) -> tuple[str, ...]:
+        """URLs to read from, once there is room; ``error``: what came of those that were given before.
+
+        Raises SeedError where there are none.
+        """
+        if error is not None:
+            if getattr(error, "retry_seconds", None) is None:
+                self._left += self._given
+            else:
+                self._rest(_FULL_REST)
+            self._tell("waiting")
+        down_end = time.monotonic() + _DOWN_SECONDS
+        while True:
+            try:
+                found = self._registry.candidates(
+                    self._key, self._near, self._count, self._left[-_MOST_LEFT:]
+                )
+            except SeedError as problem:
+                pause = problem.retry_seconds or (None if problem.answered else _DOWN_REST)
+                end = self._end if problem.answered else min(self._end, down_end)
+                if pause is None or time.monotonic() + pause > end:
+                    before = "" if error is None else f"{error}; and then "
+                    raise SeedError(f"{before}{problem}", problem.retry_seconds) from error
+                self._rest(pause)
+            else:
+                self._given = tuple(found)
+                self._tell("reading")
+                return self._given
+
+    def _rest(self, seconds: float) -> None:
+        # Not all alike: those that wait would ask at once again.
+        time.sleep(seconds * random.uniform(0.75, 1.25))
+
+    def progress(self, then: Callable[[int, int], object] | None) -> Callable[[int, int], object]:
+        """For a fork's progress: told here, and to ``then``."""
+
+        def report(done: int, total: int) -> None:
+            self._bytes = done, total
+            if then is not None:
+                then(done, total)
+
+        return report
+
+    def _tell(self, state: State) -> None:
+        if self._state != state:
+            self._state = state
+            if self._saying is not None:
+                self._saying.news()
+
+    def _report(self, state: State, reason: str = "") -> ForkReport:
+        done, total = self._bytes
+        return ForkReport(
+            fork=self._id, key=self._key, state=state, near=self._near, done_bytes=done, total_bytes=total,
+            seconds=time.monotonic() - self._begin, seeds=self._given, reason=reason,
+        )  # fmt: skip
+
+    def __enter__(self) -> Asked:
+        self._saying = Saying(
+            lambda: self._registry.report(self._report(self._state)) / 3, "a registry is not told of a fork"
+        )
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        assert self._saying is not None
+        self._saying.close()
+        reason = "" if error is None else clean(str(error) or type(error).__name__)[:_LONGEST_REASON]
+        with contextlib.suppress(TensorliftError):
+            if self._saying.was_heard is not False:
+                self._registry.report(self._report("done" if error is None else "failed", reason))
+        self._registry.close()

@@ -1,0 +1,59 @@
+"""A seed that a registry knows: it announces itself, renews, and is withdrawn when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import msgspec
+
+from tensorlift.errors import TensorliftError
+from tensorlift.fleet.contract import Announcement, Load, Near, Registry
+from tensorlift.fleet.saying import Saying
+from tensorlift.forking.seed import Seed
+
+__all__ = ["Published"]
+
+
+class Published:
+    """From its beginning until close() the seed is announced, whenever the registry is there."""
+
+    def __init__(self, seed: Seed, registry: Registry, near: Near) -> None:
+        """Waits for nobody: a registry that is down stops no seed. Closes the registry."""
+        self._seed, self._registry, self._near = seed, registry, near
+        self._known: Announcement | None = None
+        self._sent, self._at = 0, time.monotonic()
+        self._saying = Saying(self._say, f"{seed!r} is not announced")
+
+    def changed(self) -> None:
+        """The seed has something to tell: who waits for it waits no longer than he must."""
+        self._saying.news()
+
+    def _say(self) -> float:
+        load = self._load()
+        seed = Announcement(
+            instance=self._seed.instance, key=self._seed.key, weights=self._seed.weights, url=self._seed.url,
+            most_readers=self._seed.most_readers, near=self._near,
+        )  # fmt: skip
+        if self._known == seed and (seconds := self._registry.renew(seed.instance, load)) is not None:
+            return seconds / 3
+        # Until it is told otherwise, it has not been heard.
+        self._known = None
+        seconds = self._registry.announce(msgspec.structs.replace(seed, load=load))
+        self._known = seed
+        return seconds / 3
+
+    def _load(self) -> Load:
+        stats, now = self._seed.stats(), time.monotonic()
+        sent = stats["sent_bytes"]
+        rate = max(0, sent - self._sent) / max(now - self._at, 0.001)
+        self._sent, self._at = sent, now
+        return Load(stats["readers"], sent, rate, stats["granted_leases"])
+
+    def close(self) -> None:
+        """The registry is told, where it is there."""
+        self._saying.close()
+        if self._saying.was_heard:
+            with contextlib.suppress(TensorliftError):
+                self._registry.withdraw(self._seed.instance)
+        self._registry.close()

@@ -1,0 +1,70 @@
+"""A thread that says something again and again: in time, at once when there is news, and seldom to nobody."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+
+from tensorlift.errors import TensorliftError
+
+__all__ = ["Saying"]
+
+# A registry that was begun again knows seeds for one lease: they come back sooner.
+_FIRST_BACKOFF, _LAST_BACKOFF = 1.0, 10.0
+# However the other side counts.
+_SHORTEST_REST, _LONGEST_REST = 0.5, 600.0
+_log = logging.getLogger("tensorlift")
+
+
+class Saying:
+    """From its beginning until close(). What goes wrong is logged once, and tried again."""
+
+    def __init__(self, say: Callable[[], float], what: str) -> None:
+        """``say``: returns the seconds after which it should be called again; ``what``: for the log."""
+        self._say, self._what = say, what
+        self._state = threading.Condition()
+        self._ending, self._news = False, True
+        self._failures = 0
+        self.was_heard: bool | None = None
+        """The last time; None before the first."""
+        self._thread = threading.Thread(target=self._stay, name="tensorlift-registry", daemon=True)
+        self._thread.start()
+
+    def news(self) -> None:
+        """It is said again now, not in time; and behind failures, when it would be tried anyway."""
+        with self._state:
+            self._news = True
+            self._state.notify_all()
+
+    def close(self) -> None:
+        """Nothing more is said. Waits for what is being said."""
+        with self._state:
+            self._ending = True
+            self._state.notify_all()
+        self._thread.join()
+
+    def _stay(self) -> None:
+        rest = 0.0
+        while self._rested(rest):
+            try:
+                rest = min(max(_SHORTEST_REST, self._say()), _LONGEST_REST)
+            except TensorliftError as error:
+                rest = min(_FIRST_BACKOFF * 2**self._failures, _LAST_BACKOFF)
+                if not self._failures:
+                    _log.warning("%s: %s; this is tried again", self._what, error)
+                self._failures = min(self._failures + 1, 10)
+            else:
+                if self._failures:
+                    _log.warning("%s: it is heard again", self._what)
+                self._failures = 0
+            self.was_heard = not self._failures
+            # So that those who were begun together do not speak together for ever.
+            rest *= random.uniform(0.8, 1.0)
+
+    def _rested(self, seconds: float) -> bool:
+        with self._state:
+            self._state.wait_for(lambda: self._ending or (self._news and not self._failures), seconds)
+            self._news = False
+            return not self._ending

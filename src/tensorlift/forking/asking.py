@@ -1,0 +1,165 @@
+"""What is asked over HTTP: one question a connection, an answer that is not waited for for ever."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import io
+import socket
+import ssl
+import time
+from typing import Any, TypeVar
+
+import msgspec
+
+from tensorlift.errors import OptionError, SeedError
+from tensorlift.forking.control import RefusedAnswer
+from tensorlift.forking.encryption import Ca, fork_context
+from tensorlift.forking.pace import STILL_RATE
+from tensorlift.forking.urls import split_url
+from tensorlift.format.quoting import clean, plural, quote
+
+__all__ = ["HttpClient"]
+
+_LONGEST_ANSWER = 1 << 20
+_BUSY_SECONDS = 1.0
+_WHY = {
+    "full": "it has as many readers as it takes",
+    "updating": "it updates its weights",
+    "closed": "it ends",
+    "lapsed": "the lease has lapsed, or the weights have changed since",
+}
+_T = TypeVar("_T")
+
+
+class _Timed(io.RawIOBase):
+    """A socket's bytes, so many seconds long, and longer only for as long as more than STILL_RATE come."""
+
+    def __init__(self, peer: socket.socket, kept: io.IOBase, seconds: float) -> None:
+        """``kept``: holds the socket open, to close() of this."""
+        self._peer, self._kept, self._seconds = peer, kept, seconds
+        self._begin, self._came = time.monotonic(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._begin + self._seconds + self._came / STILL_RATE - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"only {plural(self._came, 'byte')} of an answer came in {self._seconds:g} s")
+        self._peer.settimeout(min(left, self._seconds))
+        came = self._peer.recv_into(buffer)
+        self._came += came
+        return came
+
+    def close(self) -> None:
+        super().close()
+        self._kept.close()
+
+
+class _Answer(http.client.HTTPResponse):
+    """One that is not waited for for ever, however it comes."""
+
+    def __init__(self, seconds: float, peer: socket.socket, *more: Any, **named: Any) -> None:
+        super().__init__(peer, *more, **named)
+        self.fp = io.BufferedReader(_Timed(peer, self.fp, seconds))
+
+
+class HttpClient:
+    """One server. Each question is a connection of its own, so threads may ask at once."""
+
+    what = "seed"
+    """What answers there, for messages."""
+    busy: tuple[int, ...] = ()
+    """What the server says by itself, or what stands in front of it, where it has too much to do."""
+
+    def __init__(self, url: str, token: str = "", seconds: float = 10.0, ca: Ca | None = None) -> None:
+        """``token``: see checked_token(); ``seconds``: how long an answer may take; ``ca``: whom https:// is
+        trusted by.
+
+        Raises RequestError for what is no URL of a seed or registry, OptionError.
+        """
+        self._place = split_url(url)
+        self.url = self._place.url
+        self._token, self._seconds = token, seconds
+        self._named = ""
+        self._context: ssl.SSLContext | None = None
+        if self._place.scheme == "https":
+            self._context = fork_context(ca)
+        elif ca is not None:
+            raise OptionError(f"ca is for https://, and {self.url} is read without TLS")
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        longest: int = _LONGEST_ANSWER,
+        seconds: float | None = None,
+    ) -> bytes:
+        """The body of the answer, of at most ``longest`` bytes, in so many ``seconds``. Raises SeedError."""
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        seconds = seconds or self._seconds
+        connection = self._connection(seconds)
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            found = answer.read(longest + 1)
+        except ssl.SSLCertVerificationError as error:
+            raise SeedError(
+                f"{self.url} shows a certificate that is not trusted here: {clean(error.verify_message)}; "
+                "give the file of who signed it as ca (--ca; SSL_CERT_FILE where there is no such option)"
+            ) from None
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            said = clean(str(error)) or type(error).__name__
+            scheme, other = ("http", "https") if self._context is None else ("https", "http")
+            raise SeedError(
+                f"{self.url} cannot be reached: {said}{self._named}; look whether the {self.what} runs, "
+                f"listens on an address that this host reaches (host=), and answers at {scheme}://, not {other}://",
+                answered=False,
+            ) from None
+        finally:
+            connection.close()
+        if len(found) > longest:
+            raise SeedError(f"{self.url} answers with more than {longest:,} bytes, which no {self.what} does")
+        if answer.status in (200, 204):
+            return found
+        raise self._refusal(answer.status, found)
+
+    def _connection(self, seconds: float) -> http.client.HTTPConnection:
+        _, host, port = self._place
+        if self._context is None:
+            made = http.client.HTTPConnection(host, port, timeout=seconds)
+        else:
+            made = http.client.HTTPSConnection(host, port, timeout=seconds, context=self._context)
+        made.response_class = functools.partial(_Answer, seconds)  # type: ignore[assignment]
+        return made
+
+    def _refusal(self, status: int, body: bytes) -> SeedError:
+        if status == 401:
+            return SeedError(f"{self.url} does not take this token; give that of the {self.what}")
+        try:
+            refused = msgspec.json.decode(body, type=RefusedAnswer)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            busy = _BUSY_SECONDS if status in self.busy else None
+            return SeedError(
+                f"{self.url} answers with status {status}: it is no {self.what} of this version of tensorlift"
+                + ("" if busy is None else ", or has too much to do"),
+                retry_seconds=busy,
+            )
+        why = _WHY.get(refused.reason) or quote(refused.reason, 300)[1:-1]
+        when = refused.retry_seconds
+        return SeedError(
+            f"{self.url}: {why}" + ("" if when is None else f"; ask again in {when:.1f} s"),
+            retry_seconds=when,
+        )
+
+    def decoded(self, body: bytes, kind: type[_T]) -> _T:
+        """An answer's body as what it has to be. Raises SeedError."""
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            shown = quote(body[:60].decode("utf-8", "replace"))
+            raise SeedError(f"{self.url} answers what no {self.what} answers: {shown}") from None

@@ -1,0 +1,139 @@
+"""``tensorlift registry`` as a process, and the verbs that name it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tensorlift
+from support.checkpoints import random_checkpoint
+from support.registries import KEY, announced, process, redis_server, serving
+from support.seeds import nobody
+from support.tensors import assert_state
+from support.waiting import until
+from tensorlift.cli.main import app
+from tensorlift.fleet.client import RegistryClient
+from tensorlift.fleet.contract import Near
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.tokens import TOKEN_VARIABLE
+
+SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+
+
+def run(*arguments: object, **environment: str) -> tuple[int, str, str]:
+    runner = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200", **environment})
+    result = runner.invoke(app, [str(one) for one in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def ended(child: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
+    child.send_signal(number)
+    assert child.stderr is not None
+    return child.wait(SECONDS), child.stderr.read()
+
+
+def test_until_ctrl_c() -> None:
+    with process("--port", 0) as (child, said):
+        assert said == {"url": said["url"], "database": None}
+        assert RegistryClient(said["url"]).announce(announced(1)) == 15
+        assert ended(child, signal.SIGINT) == (130, "interrupted\n")
+
+
+def test_with_a_token_and_a_redis(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a-token\n")
+    with redis_server(tmp_path, "geheim") as url:
+        given = ("--port", 0, "--token-file", tmp_path / "token", "--database", url, "--host", "0.0.0.0")
+        with process(*given) as (child, said):
+            assert said["database"] == url.replace(":geheim@", "").removesuffix("/0")
+            client = RegistryClient(said["url"].replace("0.0.0.0", "127.0.0.1"), "a-token")
+            assert client.announce(announced(1, url="http://10.0.0.1:5")) == 15
+            assert client.candidates(KEY, Near()) == ["http://10.0.0.1:5"]
+            assert ended(child, signal.SIGTERM) == (0, "")
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = run("registry", "--host", "0.0.0.0", "--port", 0)
+    assert (code, "a registry on 0.0.0.0 is open to whoever reaches it: give a token" in err) == (2, True)
+    code, _, err = run("registry", "--tls-cert", "x", "--port", 0)
+    assert (code, "--tls-cert and --tls-key go together" in err) == (2, True)
+    (tmp_path / "text").write_text("something else " * 1000)
+    code, _, err = run("registry", "--database", tmp_path / "text", "--port", 0)
+    assert (code, "is no database; name another file" in err) == (1, True)
+    with serving() as server:
+        code, _, err = run("registry", "--port", server.url.rpartition(":")[2])
+        assert (code, "nobody can listen on '127.0.0.1', port" in err) == (3, True)
+    monkeypatch.delitem(sys.modules, "tensorlift.fleet.server")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, _, err = run("registry", "--port", 0)
+    assert (code, "not there (uvicorn): pip install 'tensorlift[fleet]'" in err) == (2, True)
+
+
+def test_the_registry_needs_no_torch() -> None:
+    """It is one small process for a whole cluster."""
+    text = "import sys, tensorlift.cli.main, tensorlift.fleet.server as s; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-W", "error", "-c", text], check=True, timeout=SECONDS)
+
+
+def test_a_seed_and_a_fork_that_name_it(tmp_path: Path) -> None:
+    written = random_checkpoint(tmp_path / "model")
+    given = ["--key", "org/model", "--place", "z/r", "--json"]
+    with serving() as server:
+        command = [
+            sys.executable,
+            "-m",
+            "tensorlift",
+            "seed",
+            str(written.path),
+            "--registry",
+            server.url,
+            *given,
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            try:
+                until(lambda: server._registry.view().seeds)
+                (seed,) = server._registry.view().seeds
+                assert (seed.key, seed.near.place) == (ModelKey(model="org/model", processed=False), "z/r")
+                code, out, err = run(
+                    "fork", "--registry", server.url, "--key", "org/model", "--out", tmp_path / "out"
+                )
+                assert (code, err) == (0, "")
+                assert f"from {seed.url} in" in out
+                assert_state(tensorlift.load(tmp_path / "out"), written.tensors, ordered=False)
+                child.terminate()
+                assert child.wait(SECONDS) == 0
+                assert server._registry.view().seeds == []
+            finally:
+                child.kill()
+
+
+def test_forks_of_what_an_engine_holds(tmp_path: Path) -> None:
+    weights: dict[str, Any] = {"a": torch.arange(100)}
+    with serving() as server, tensorlift.seed(weights, key="org/model", registry=server.url) as seed:
+        until(lambda: server._registry.view().seeds)
+        # One that is not there is passed over.
+        server._registry.announce(announced(1, ModelKey(model="org/model", processed=False), url=nobody()))
+        code, out, err = run(
+            "fork", "--registry", server.url, "--key", "org/model", "--out", tmp_path / "out"
+        )
+        assert (code, err, f"from {seed.url} in" in out) == (0, "", True)
+        code, _, err = run("fork", "--registry", server.url, "--key", "other", "--out", tmp_path / "no")
+        assert (code, "'other' (target): it knows none; there is 'org/model' (target" in err) == (4, True)
+        code, _, err = run("fork", "--registry", server.url, "--out", tmp_path / "no")
+        assert (code, "--key MODEL, as the seed calls it" in err) == (2, True)
+    for wrong in ((), (seed.url, "--registry", "http://127.0.0.1:1")):
+        code, _, err = run("fork", *wrong, "--out", tmp_path / "no")
+        assert (code, "expected either the URL of a seed or --registry, with --key" in err) == (2, True)
+    code, _, err = run("fork", "--registry", "nonsense", "--key", "m", "--out", tmp_path / "no")
+    assert (code, "file:/path.json" in err) == (2, True)

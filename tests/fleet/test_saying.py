@@ -1,0 +1,80 @@
+"""A thread that says something again and again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from support import leaks
+from support.waiting import until
+from tensorlift.errors import SeedError
+from tensorlift.fleet import saying
+from tensorlift.fleet.saying import Saying
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with leaks.nothing_left():
+        yield
+
+
+class Told:
+    def __init__(self, *outcomes: float | None) -> None:
+        """Seconds to rest, or None for what fails; the last one for ever."""
+        self.times, self._outcomes = 0, outcomes
+
+    def __call__(self) -> float:
+        found = self._outcomes[min(self.times, len(self._outcomes) - 1)]
+        self.times += 1
+        if found is None:
+            raise SeedError("nobody is there")
+        return found
+
+
+def test_in_time_and_at_once() -> None:
+    often, seldom = Told(0.0), Told(600.0)
+    one, other = Saying(often, "a"), Saying(seldom, "b")
+    until(lambda: often.times >= 2 and seldom.times == 1)
+    other.news()
+    until(lambda: seldom.times == 2)
+    assert other.was_heard
+    one.close()
+    other.close()
+    before = often.times
+    other.news()
+    other.close()
+    assert (often.times, seldom.times) == (before, 2)
+
+
+def test_failures_are_told_once_and_news_do_not_hurry_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saying, "_FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(saying, "_LAST_BACKOFF", 0.02)
+    told = Told(None, None, None, None, 600.0)
+    with caplog.at_level(logging.WARNING, "tensorlift"):
+        one = Saying(told, "what")
+        until(lambda: one.was_heard)
+        one.close()
+    assert caplog.messages == ["what: nobody is there; this is tried again", "what: it is heard again"]
+    monkeypatch.setattr(saying, "_FIRST_BACKOFF", 600.0)
+    monkeypatch.setattr(saying, "_LAST_BACKOFF", 600.0)
+    down = Told(None)
+    two = Saying(down, "what")
+    until(lambda: two.was_heard is False)
+    for _ in range(20):
+        two.news()
+    assert not threading.Event().wait(0.05)
+    assert down.times == 1
+    two.close()
+
+
+def test_a_rest_has_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saying, "_LONGEST_REST", 0.01)
+    endless = Told(float("inf"))
+    one = Saying(endless, "a")
+    until(lambda: endless.times >= 1)
+    one.close()

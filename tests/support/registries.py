@@ -1,0 +1,96 @@
+"""Registries that run: in this process, as a process, and Debian's redis-server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.waiting import SECONDS
+from tensorlift.fleet.contract import Announcement, Load, Near
+from tensorlift.fleet.server import RegistryServer
+from tensorlift.fleet.store import Store
+from tensorlift.fleet.table import Table
+from tensorlift.forking.manifest import ModelKey
+
+KEY = ModelKey(model="org/model")
+
+
+def announced(number: int, key: ModelKey = KEY, **more: Any) -> Announcement:
+    """A seed that nobody runs; the n-th has port n + 1."""
+    load = Load(more.pop("readers", 0), more.pop("sent_bytes", 0), more.pop("rate", 0.0))
+    near = Near(more.pop("at", ""), more.pop("place", ""))
+    given = {"most_readers": 8, "url": f"http://127.0.0.1:{number + 1}"} | more
+    return Announcement(instance=f"{number:032x}", key=key, near=near, load=load, **given)
+
+
+@contextlib.contextmanager
+def serving(path: Path | str | None = None, **more: Any) -> Iterator[RegistryServer]:
+    """One in this process."""
+    lease = {"lease": more.pop("lease")} if "lease" in more else {}
+    table = Table(Store(None if path is None else str(path)), **lease)
+    with contextlib.closing(table), RegistryServer(table, **more) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def process(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """``tensorlift registry`` and what it said of itself; killed at the end."""
+    command = [sys.executable, "-W", "error", "-m", "tensorlift", "registry", *map(str, arguments), "--json"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    ) as child:
+        signal.signal(signal.SIGINT, before)
+        watch = threading.Timer(SECONDS, child.kill)
+        watch.start()
+        try:
+            assert child.stdout is not None
+            assert child.stderr is not None
+            said = ""
+            while not said.endswith("}\n"):
+                line = child.stdout.readline()
+                assert line, child.stderr.read()
+                said += line
+            yield child, json.loads(said)
+        finally:
+            child.kill()
+            watch.cancel()
+
+
+@contextlib.contextmanager
+def redis_server(folder: Path, password: str = "", *more: object) -> Iterator[str]:
+    """Its URL, with ``more`` options; skips where Debian's package is not installed."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("redis-server is not installed (Debian: redis-server)")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    options = ["--port", port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder]
+    options += ["--requirepass", password] if password else []
+    options += [*more]
+    with subprocess.Popen([program, *map(str, options)], stdout=subprocess.DEVNULL) as child:
+        try:
+            end = time.monotonic() + SECONDS
+            while True:
+                with contextlib.suppress(OSError):
+                    socket.create_connection(("127.0.0.1", port), 1).close()
+                    break
+                assert child.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            yield f"redis://:{password}@127.0.0.1:{port}/0" if password else f"redis://127.0.0.1:{port}/0"
+        finally:
+            child.kill()
