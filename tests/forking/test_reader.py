@@ -14,15 +14,21 @@ from safetensors.torch import save_file
 
 from support import leaks
 from support.proxies import Dripping
+from support.waiting import until
 from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import ForkError, OptionError
+from tensorlift.forking import fork as forks
 from tensorlift.forking import reader
+from tensorlift.forking import seed as seeds
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.connection import SocketConnection
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import Manifest, ModelKey, Offer
+from tensorlift.forking.nics import Choice
 from tensorlift.forking.seed import Seed
+from tensorlift.forking.throttle import Pacer
+from tensorlift.forking.topology import Nic
 
 KEY = ModelKey(model="org/model")
 CHUNK = 8000
@@ -225,3 +231,108 @@ def test_an_update_between_lease_and_handshake(monkeypatch: pytest.MonkeyPatch) 
         result = fork_into(found, seed.url, connections=1, chunk_bytes=CHUNK, patience=60.0)
         assert same(found, 2)
         assert (result.weights, result.left) == ("2", ())
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """At which rates chunks were asked for, and how many bytes; nobody waits."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(Pacer, "wait", lambda _: 0.0)
+    monkeypatch.setattr(
+        Pacer, "asked", lambda self, nbytes: found.append((self.rate, nbytes)) if self.rate else None
+    )
+    return found
+
+
+def test_who_reads_by_itself_keeps_to_its_share(
+    monkeypatch: pytest.MonkeyPatch, paced: list[tuple[int, int]]
+) -> None:
+    """The seed says what that is; over transports where it sends the bytes, it holds them back itself."""
+    with Seed(weights(1), KEY, limit="30MB/s", transports=["tcp"]) as seed:
+        held = [seed.grant(50) for _ in range(2)]
+        assert [lease.limit for lease in held] == [30_000_000, 15_000_000]
+        fork_into(weights(0), seed.url, chunk_bytes=CHUNK)
+        assert paced == []
+        monkeypatch.setattr(reader, "ONE_SIDED", ("tcp",))
+        fork_into(weights(0), seed.url, chunk_bytes=CHUNK)
+        assert paced == [(10_000_000, CHUNK)] * 30
+    with Seed(weights(1), KEY, transports=["tcp"]) as seed:
+        paced.clear()
+        fork_into(weights(0), seed.url, chunk_bytes=CHUNK)
+        assert (seed.grant(50).limit, paced) == (0, [])
+
+
+def test_a_share_grows_when_others_are_through(
+    monkeypatch: pytest.MonkeyPatch, paced: list[tuple[int, int]]
+) -> None:
+    """It is told with the next renewal."""
+    monkeypatch.setattr(reader, "ONE_SIDED", ("tcp",))
+    monkeypatch.setattr(reader, "_LEASE_SECONDS", 0.5)
+    real = SocketConnection.fetch
+    with Seed(weights(1), KEY, limit="30MB/s", transports=["tcp"]) as seed:
+        held = seed.grant(50)
+
+        def fetch(*given: Any, **more: Any) -> Any:
+            if len(paced) == 10:
+                seed.release(held.id)
+                until(lambda: seed.stats()["readers"] == 1 and source[0].pacer.rate == 30_000_000)
+            return real(*given, **more)
+
+        source: list[reader.Source] = []
+        pull = reader.Reader._pull
+        monkeypatch.setattr(reader.Reader, "_pull", lambda self, one: source.append(one) or pull(self, one))
+        monkeypatch.setattr(SocketConnection, "fetch", fetch)
+        fork_into(weights(0), seed.url, chunk_bytes=CHUNK, connections=1)
+    assert [rate for rate, _ in paced] == [15_000_000] * 10 + [30_000_000] * 20
+
+
+def test_a_forks_own_limit_is_of_all_seeds_together(paced: list[tuple[int, int]]) -> None:
+    with Seed(weights(1), KEY) as one, Seed(weights(1), KEY) as other:
+        found = weights(0)
+        fork_into(found, [one.url, other.url], chunk_bytes=CHUNK, limit="40MB/s")
+        assert same(found, 1)
+        assert paced == [(40_000_000, CHUNK)] * 30
+
+
+def test_a_limit_takes_its_time() -> None:
+    """At least as long as all chunks but the last one do; and nobody is left for it."""
+    with Seed(weights(1), KEY) as seed:
+        found = weights(0)
+        result = fork_into(found, seed.url, chunk_bytes=CHUNK, limit="400KB/s")
+        assert same(found, 1)
+        assert result.seconds >= 29 * CHUNK / 400_000
+        assert result.left == ()
+
+
+def test_limits_and_nics_that_cannot_be() -> None:
+    for make in (
+        lambda **more: Seed(weights(1), KEY, **more),
+        lambda **more: fork_into(weights(0), "http://127.0.0.1:1", **more),
+    ):
+        with pytest.raises(OptionError, match="no transport here takes NICs"):
+            make(devices=["mlx5_8"])
+        with pytest.raises(OptionError, match="limit is '25%', but the kernel does not tell how fast"):
+            make(limit="25%")
+        with pytest.raises(OptionError, match="limit is 'fast'; expected"):
+            make(limit="fast")
+
+
+def test_a_share_of_the_nics_rate(monkeypatch: pytest.MonkeyPatch, paced: list[tuple[int, int]]) -> None:
+    """Which are known by the GPU that the weights are on, and the rank of the key."""
+    asked = []
+
+    def chosen(*given: Any) -> Choice:
+        asked.append(given)
+        return Choice((Nic("mlx5_3", 50_000_000_000),), "a test")
+
+    monkeypatch.setattr(seeds, "chosen", chosen)
+    monkeypatch.setattr(forks, "chosen", chosen)
+    key = ModelKey(model="m", tp=(3, 4))
+    with Seed(weights(1), key, limit="25%", devices=["^mlx5_0"]) as seed:
+        assert seed.grant(50).limit == 12_500_000_000
+        fork_into(weights(0), seed.url, key=key, chunk_bytes=CHUNK, limit="10%")
+    assert paced == [(5_000_000_000, CHUNK)] * 30
+    assert [(devices, rank, gpu) for devices, _, rank, gpu in asked] == [
+        (["^mlx5_0"], 3, None),
+        (None, 3, None),
+    ]

@@ -17,8 +17,10 @@ from tensorlift.forking.fallback import FILES, Fallback
 from tensorlift.forking.keys import checked_key, checked_token, told_key
 from tensorlift.forking.manifest import Layout, Manifest, ModelKey, differences
 from tensorlift.forking.matching import Errand, copies_of, errands
-from tensorlift.forking.offering import Offering, named_tensors, offer, settle
+from tensorlift.forking.nics import chosen
+from tensorlift.forking.offering import Offering, gpu_of, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source
+from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.transports import TRANSPORTS, check_transports
 from tensorlift.forking.whole import unlike
 from tensorlift.format.quoting import plural
@@ -69,6 +71,8 @@ def fork_into(
     chunk_bytes: int | str = _CHUNK_BYTES,
     progress: Progress | None = None,
     transports: Sequence[str] = TRANSPORTS,
+    devices: Sequence[str] | None = None,
+    limit: str | None = None,
     fallback: Any = None,
     digests: str = "full",
     part_of: Manifest | None = None,
@@ -78,11 +82,12 @@ def fork_into(
     key: which weights are wanted, of the seed or of another rank behind its URL; without it those of the
     first seed. ca: a file of certificates (PEM) that https:// seeds are trusted by. connections: to each
     seed, at most 64. patience: seconds that a seed may do nothing, or keep a fork waiting (and see pace.py).
-    chunk_bytes: or "16MiB". transports: those that may be taken. Names, dtypes, shapes and strides are
-    compared before a byte is written. digests: "full", each chunk is compared with its digest; "sample", some
-    are (see chunks.checked); "off", none is. With the first two, whole tensors in host memory are compared
-    too, where the seed publishes their digests. Epochs always are. part_of: what the seed was seen to have,
-    and has still; the model is a part.
+    chunk_bytes: or "16MiB". transports: those that may be taken; devices: the NICs for those that take some.
+    limit: "2GB/s" that are asked for, from all seeds together, or "25%" of the NICs' rate. Names, dtypes,
+    shapes and strides are compared before a byte is written. digests: "full", each chunk is compared with its
+    digest; "sample", some are (see chunks.checked); "off", none is. With the first two, whole tensors in host
+    memory are compared too, where the seed publishes their digests. Epochs always are. part_of: what the seed
+    was seen to have, and has still; the model is a part.
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
     then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that
@@ -97,26 +102,22 @@ def fork_into(
     connections, patience, chunk_bytes = _checked(connections, patience, chunk_bytes, digests)
     ours = offer(named := named_tensors(model))
     secret, wanted = checked_token(token), None if key is None else checked_key(key)
+    nics = chosen(devices, kinds, 0 if wanted is None else wanted.tp[0], gpu_of(named))
+    rate = parse_limit(limit, "limit", lambda: nics.rate)
     clients = _clients(urls, secret, patience, ca)
     files = None if fallback is None else Fallback(fallback, model, named, ours)
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
     settle(named)
     fork = _Fork(
         clients, _Wanted(wanted, ours, kinds, part_of, digests != "off"), chunk_bytes, progress,
-        lambda work, sources: Reader(work, sources, secret, connections, patience, digests, kinds),
+        lambda work, sources: Reader(work, sources, secret, connections, patience, digests, kinds, rate),
     )  # fmt: skip
     (taken, weights), by_source, own = _filled(fork, files, progress)
     return Forked(
-        bytes=sum(by_source.values()),
-        seconds=time.monotonic() - begin,
-        by_source=by_source,
-        moved_bytes=fork.moved + by_source.get(FILES, 0),
-        key=taken or wanted,
-        weights=weights,
-        transports=fork.transports,
-        left=tuple(f"{name}: {why}" for name, why in fork.left.items()),
-        own=own,
-    )
+        bytes=sum(by_source.values()), seconds=time.monotonic() - begin, by_source=by_source,
+        moved_bytes=fork.moved + by_source.get(FILES, 0), key=taken or wanted, weights=weights,
+        transports=fork.transports, left=tuple(f"{name}: {why}" for name, why in fork.left.items()), own=own,
+    )  # fmt: skip
 
 
 def _checked(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from tensorlift.errors import OptionError, RequestError
+from tensorlift.forking.client import SeedClient
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
 from tensorlift.forking.joining import Joined, front_of
@@ -18,7 +19,8 @@ from tensorlift.forking.leases import Lease, Leases
 from tensorlift.forking.links import link_rate
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Manifest, ModelKey, encode, layout_digest
-from tensorlift.forking.offering import named_tensors, offer, settle
+from tensorlift.forking.nics import chosen
+from tensorlift.forking.offering import gpu_of, named_tensors, offer, settle
 from tensorlift.forking.ranks import JoinRequest, RankTable
 from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.transports import Served
@@ -74,13 +76,15 @@ class Seed:
         ca: Ca | None = None,
         join_timeout: float = 10.0,
         transports: Sequence[str] = ("shm", "tcp"),
+        devices: Sequence[str] | None = None,
         digests: bool | Mapping[str, str] = False,
     ) -> None:
         """Begins.
 
-        limit: such as "2GB/s", or "25%" of the network's rate; readers: forks at once; weights: the version;
-        transports: which are offered, see docs/fork.md; digests: of whole tensors, those that are known by
-        name (see whole.py), or True to make them, now and behind each update, of what is in host memory.
+        limit: such as "2GB/s", or "25%" of the rate of the NICs or the network; readers: forks at once;
+        weights: the version; transports, devices: which are offered and by which NICs, see docs/fork.md;
+        digests: of whole tensors, those that are known by name (see whole.py), or True to make them, now and
+        behind each update, of what is in host memory.
         tls: (file of certificates, file of their key), or an ssl.SSLContext, for what is asked over HTTP.
         join: the URL of another seed, of the same token, that names this one to forks which want its key; ca:
         a file of certificates to trust that one by; join_timeout: seconds it may not be there yet. Raises
@@ -102,21 +106,28 @@ class Seed:
         self.instance, self._process = secrets.token_hex(16), os.getpid()
         self._leases = Leases(readers, _LONGEST_LEASE)
         self._changed = threading.Condition()
-        rate = parse_limit(limit, "limit", lambda: link_rate(host))
+        nics = chosen(devices, transports, self.key.tp[0], gpu_of(self._named))
+        self._limit = parse_limit(limit, "limit", lambda: nics.rate or link_rate(host)) or 0
         self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS, encrypted)
         try:
             self._served = Served(
-                self._offering.memories, self._is_live, host=host, token=token, limit=rate,
+                self._offering.memories, self._is_live, host=host, token=token, limit=self._limit,
                 transports=transports,
             )  # fmt: skip
-            self._makes_digests, known = digests is True, checked_digests(digests, self._offering)
-            self._publish(made_digests(self._offering) if self._makes_digests else known)
-            self._http.start()
-            if front is not None:
-                self._joined = Joined(front, JoinRequest(self.instance, self.key, self.url), join_timeout)
+            self._begin(digests, front, join_timeout)
         except BaseException:
             self.close()
             raise
+
+    def _begin(
+        self, digests: bool | Mapping[str, str], front: SeedClient | None, join_timeout: float
+    ) -> None:
+        """Answers from now on, here and behind the front."""
+        self._makes_digests, known = digests is True, checked_digests(digests, self._offering)
+        self._publish(made_digests(self._offering) if self._makes_digests else known)
+        self._http.start()
+        if front is not None:
+            self._joined = Joined(front, JoinRequest(self.instance, self.key, self.url), join_timeout)
 
     @property
     def url(self) -> str:
@@ -147,13 +158,18 @@ class Seed:
         """A lease; LeaseRefusedError."""
         with self._changed:
             now = time.monotonic()
-            return _told(self._leases.grant(seconds, now), now)
+            return self._told(self._leases.grant(seconds, now), now)
 
     def renew(self, id: str, seconds: float) -> LeaseAnswer:
         """The same for longer; LeaseRefusedError."""
         with self._changed:
             now = time.monotonic()
-            return _told(self._leases.renew(id, seconds, now), now)
+            return self._told(self._leases.renew(id, seconds, now), now)
+
+    def _told(self, lease: Lease, now: float) -> LeaseAnswer:
+        # Who reads by itself keeps to its share of the limit; it hears of other readers when it renews.
+        share = -(-self._limit // max(1, self._leases.live(now)))
+        return LeaseAnswer(lease.id, lease.epoch, lease.until - now, share)
 
     def release(self, id: str) -> None:
         """A reader is through."""
@@ -237,7 +253,3 @@ class Seed:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _told(lease: Lease, now: float) -> LeaseAnswer:
-    return LeaseAnswer(lease.id, lease.epoch, lease.until - now)
