@@ -18,12 +18,12 @@ import tensorlift
 from support.checkpoints import Written, random_checkpoint
 from support.tensors import assert_state
 from support.waiting import until, when
-from tensorlift.bench import cases
 from tensorlift.cli import fork as verb
 from tensorlift.cli.main import app
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
 from tensorlift.forking.tokens import TOKEN_VARIABLE
+from tensorlift.sources import writing
 
 KEY = ModelKey(model="org/model", processed=False)
 
@@ -61,7 +61,7 @@ def test_one_file(url: str, written: Written, tmp_path: Path, monkeypatch: pytes
 
 
 def test_several_files(url: str, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 20_000)
     code, out, _ = run("fork", url.replace("http", "tensorlift") + "/org/model", "--out", tmp_path / "out")
     assert code == 0
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))

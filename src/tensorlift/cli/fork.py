@@ -46,9 +46,9 @@ def command(
     """Take the tensors of a running instance and write them as safetensors files."""
     token = token_of(token_file)
     with at_once():
-        from tensorlift.bench.cases import Spec, write_tensors
         from tensorlift.forking.remote import SeedCheckpoint, source_of
         from tensorlift.format import dtypes
+        from tensorlift.sources.writing import Spec, write_tensors
 
     begin = time.perf_counter()
     seed = SeedCheckpoint(source_of(url), token, ca=ca, as_it_is=True)
