@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorlift.progress import bar, reporter
+from tensorlift.progress import bar, by_source, reporter
 
 
 def test_reporter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,3 +45,51 @@ def test_a_bar_stays_on_one_line(
     assert "1.0/2.0 GB" in said
     assert ("loading" in said) == drawn
     assert "\x1b[1A\x1b[2K\x1b[1A" not in said  # nothing of more than one line is wiped
+
+
+def test_who_hears_of_sources() -> None:
+    told: list[object] = []
+    came = {"a": 1, "b": 2}
+
+    def wants(done: int, total: int, *, by_source: object) -> None:
+        told.append((done, total, by_source))
+
+    for report in (wants, lambda done, total: told.append((done, total)), lambda *at: told.append(at)):
+        tell = by_source(report)
+        assert tell is not None
+        tell(3, 9, by_source=came)
+    assert told == [(3, 9, came), (3, 9), (3, 9)]
+    assert by_source(None) is None
+    tell = by_source(max)  # whose parameters nobody can know
+    assert tell is not None
+    tell(3, 9, by_source=came)
+
+
+def test_a_bar_names_sources_where_they_are_several(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    with bar(force=True, what="a fork") as report:
+        tell = by_source(report)
+        assert tell is not None
+        tell(3_000_000, 9_000_000, by_source={"http://a:1": 3_000_000})
+    assert "http" not in capsys.readouterr().err
+    with bar(force=True, what="a fork") as report:
+        tell = by_source(report)
+        assert tell is not None
+        tell(3_000_000, 9_000_000, by_source={"http://a:1": 2_000_000, "files": 1_000_000})
+    assert "a fork (http://a:1 2.00 MB, files 1.00 MB)" in capsys.readouterr().err
+
+
+def test_a_bar_with_many_sources_stays_on_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with bar(force=True) as report:
+        tell = by_source(report)
+        assert tell is not None
+        tell(10, 1000, by_source={f"http://10.0.0.{at}:7000": 1 for at in range(10)})
+    said = capsys.readouterr().err
+    assert "\x1b[1A\x1b[2K\x1b[1A" not in said
+    assert "0.0/1.0 kB" in said
+    assert "http" not in said

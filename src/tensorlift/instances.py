@@ -8,7 +8,7 @@ from typing import Any
 from tensorlift.forking.fork import Forked, fork_into
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
-from tensorlift.progress import Report, reporter
+from tensorlift.progress import Report, SourceReport, reporter
 
 __all__ = ["fork", "seed"]
 
@@ -41,7 +41,7 @@ def fork(
     into: object,
     token: str | None = None,
     key: ModelKey | str | None = None,
-    progress: bool | Report | None = None,
+    progress: bool | Report | SourceReport | None = None,
     **options: Any,
 ) -> Forked:
     """Fills the tensors of a model from a running instance.
@@ -49,9 +49,10 @@ def fork(
     source: the URL of a seed, or of several with the same weights, of which all are read at once. into: a
     torch.nn.Module or a dict of tensors, with the names, dtypes, shapes and strides of the seed's. key: which
     weights of the instance are wanted (rank, role); without it those of the seed itself. progress: a bar on
-    stderr, or a function that is called with (bytes done, bytes in all). Other options are
-    those of forking.fork.fork_into. Raises ForkError, SeedError, ManifestError, RequestError, OptionError;
-    after an error the contents of the tensors are undefined.
+    stderr, or a function that is called with (bytes done, bytes in all), and with by_source, bytes by URL and
+    "files", if it has a parameter of that name. Other options are those of forking.fork.fork_into. Raises
+    ForkError, SeedError, ManifestError, RequestError, OptionError; after an error the contents of the tensors
+    are undefined.
     """
     with reporter(progress) as report:
         return fork_into(into, source, token=token, key=key, progress=report, **options)

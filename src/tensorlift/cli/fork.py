@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,8 +14,12 @@ from tensorlift.cli.console import guarded, told
 from tensorlift.cli.interrupts import at_once
 from tensorlift.forking.tokens import token_of
 from tensorlift.format.quoting import clean, plural
-from tensorlift.progress import reporter
+from tensorlift.progress import SourceReport, by_source, reporter
 from tensorlift.stats import human_bytes
+
+if TYPE_CHECKING:
+    from tensorlift.forking.remote import SeedCheckpoint
+    from tensorlift.sources.writing import Case
 
 __all__ = ["command"]
 
@@ -25,8 +29,10 @@ _TOGETHER_BYTES = 256 << 20
 
 @guarded
 def command(
-    url: str = typer.Argument(
-        metavar="URL", help="Of a seed: http(s)://host:port, or tensorlift://host:port/key to be sure which."
+    urls: list[str] = typer.Argument(
+        metavar="URL...",
+        help="Of a seed, or of several with the same weights: http(s)://host:port, or "
+        "tensorlift://host:port/key to be sure which.",
     ),
     out: Path = typer.Option(..., metavar="DIR", help="The folder to write to; made if it is not there."),
     token_file: str | None = typer.Option(
@@ -43,42 +49,25 @@ def command(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Take the tensors of a running instance and write them as safetensors files."""
+    """Take the tensors of a running instance, or of several alike, and write them as safetensors files."""
     token = token_of(token_file)
     with at_once():
         from tensorlift.forking.remote import SeedCheckpoint, source_of
-        from tensorlift.format import dtypes
-        from tensorlift.sources.writing import Spec, write_tensors
 
     begin = time.perf_counter()
-    seed = SeedCheckpoint(source_of(url), token, ca=ca, as_it_is=True)
-    specs = [
-        Spec(name, dtypes.ALL[kind].code, shape)
-        for name, kind, shape in zip(seed.names, seed.dtypes.tolist(), seed.shapes, strict=True)
-    ]
-    total = int(seed.sizes.sum())
-    done = 0
-    with told(progress, f"from {seed.client.url}") as bar, reporter(bar) as report:
-
-        def read(names: Sequence[str]) -> Iterator[memoryview]:
-            nonlocal done
-            before = done
-            for part in seed.stream(
-                names, _TOGETHER_BYTES, lambda came: report and report(before + came, total)
-            ):
-                done += part.nbytes
-                yield part
-
-        case = write_tensors(out, specs, read, keep=not force)
+    seed = SeedCheckpoint([source_of(url) for url in urls], token, ca=ca, as_it_is=True)
+    what = f"from {seed.client.url}" if len(urls) == 1 else f"from {len(urls)} seeds"
+    with told(progress, what) as bar, reporter(bar) as report:
+        case = _written(seed, out, by_source(report), keep=not force)
     _print(
         {
             "folder": str(out),
-            "url": seed.client.url,
             "key": seed.manifest.key.model,
             "weights": seed.manifest.weights,
             "tensors": case.tensors,
             "bytes": case.nbytes,
-            "by_source": {seed.client.url: case.nbytes},
+            "by_source": seed.by_source,
+            "left": [f"{url}: {why}" for url, why in seed.left.items()],
             "files": [file.name for file in case.files],
             "seconds": time.perf_counter() - begin,
         },
@@ -86,13 +75,44 @@ def command(
     )
 
 
+def _written(seed: SeedCheckpoint, out: Path, tell: SourceReport | None, keep: bool) -> Case:
+    """All tensors of the seed as files."""
+    from tensorlift.format import dtypes
+    from tensorlift.sources.writing import Spec, write_tensors
+
+    specs = [
+        Spec(name, dtypes.ALL[kind].code, shape)
+        for name, kind, shape in zip(seed.names, seed.dtypes.tolist(), seed.shapes, strict=True)
+    ]
+    total = int(seed.sizes.sum())
+    done = 0
+
+    def read(names: Sequence[str]) -> Iterator[memoryview]:
+        nonlocal done
+        before = done
+        for part in seed.stream(
+            names,
+            _TOGETHER_BYTES,
+            lambda came: tell and tell(before + came, total, by_source=seed.by_source),
+        ):
+            done += part.nbytes
+            yield part
+
+    return write_tensors(out, specs, read, keep=keep)
+
+
 def _print(facts: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts, indent=2))
         return
     nbytes, seconds = facts["bytes"], facts["seconds"]
+    came = (
+        ", ".join(f"{human_bytes(part)} from {url}" for url, part in facts["by_source"].items()) or "nothing"
+    )
     print(
         f"{facts['folder']}: {plural(facts['tensors'], 'tensor')} of {clean(facts['key'])}, "
         f"{human_bytes(nbytes)}, {plural(len(facts['files']), 'file')}\n"
-        f"{human_bytes(nbytes)} from {facts['url']} in {seconds:.2f} s: {human_bytes(nbytes / seconds)}/s"
+        f"{came} in {seconds:.2f} s: {human_bytes(nbytes / seconds)}/s"
     )
+    for text in facts["left"]:
+        print(f"left behind: {clean(text)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tensorlift.engine.abi_fork import Outcome
@@ -95,8 +95,8 @@ class Reader:
         self._working = 0
         self._failure: BaseException | None = None
 
-    def run(self, tick: Callable[[int], object]) -> None:
-        """Until all has come, or nobody is left who may bring the rest. ``tick``: told the bytes there."""
+    def run(self, tick: Callable[[Mapping[str, int]], object]) -> None:
+        """Until all has come, or nobody is left who may bring the rest. ``tick``: told bytes by source."""
         threads: list[threading.Thread] = []
         try:
             threads += [
@@ -111,7 +111,7 @@ class Reader:
             while self._working:
                 with self._state:
                     self._state.wait_for(lambda: not self._working, 0.2)
-                tick(sum(self.queue.bytes_by_source().values()))
+                tick(self.queue.bytes_by_source())
                 self._renew()
                 self._watch()
         finally:
