@@ -10,7 +10,7 @@ import pytest
 from support.pci import Machine, eight_and_one, matrix, matrix_of_eight_and_one
 from tensorlift.errors import OptionError
 from tensorlift.forking import nics
-from tensorlift.forking.nics import Choice, choose, chosen, custom_topology, mooncake_protocol
+from tensorlift.forking.nics import Choice, choose, chosen, custom_topology
 from tensorlift.forking.topology import Nic, Tree, parse_matrix, read_tree
 
 
@@ -97,11 +97,10 @@ def test_interfaces_are_taken_where_they_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("devices", "says"),
     [
-        ([], r"devices is \[\]; expected names of NICs, such as \[\"mlx5_8\"\], or all but some: \[\"\^mlx"),
+        ([""], r"devices is \[''\]; expected names of NICs, such as \[\"mlx5_8\"\], or all but some: \[\"\^"),
         ("mlx5_8", "devices is 'mlx5_8'; expected names"),
         ([8], r"devices is \[8\]; expected names"),
         (["mlx5_1,mlx5_2"], "expected names"),
-        ([""], "expected names"),
         (["^mlx5_0", "mlx5_1"], "which has names and exclusions; expected names"),
         (["mlx5_9"], "devices has 'mlx5_9', which this machine does not have; there is eth0, lo, mlx5_0, "),
         (["^mlx5_00"], "devices has 'mlx5_00', which this machine does not have; there is mlx5_0, mlx5_1, "),
@@ -128,46 +127,48 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_environment_says_comes_behind_what_the_caller_does() -> None:
     said = {"MOONCAKE_DEVICE": "mlx5_3, mlx5_4"}
     both = ("mooncake", "nixl")
-    assert chosen(None, both, 0, "GPU0", {}).names == ("mlx5_1",)
-    found = chosen(None, both, 0, "GPU0", said)
+    assert chosen(None, both, 0, "GPU0", environ={}).names == ("mlx5_1",)
+    found = chosen(None, both, 0, "GPU0", environ=said)
     assert (found.names, found.reason) == (("mlx5_3", "mlx5_4"), "MOONCAKE_DEVICE says so")
-    assert chosen(["mlx5_8"], both, 0, "GPU0", said).names == ("mlx5_8",)
-    assert chosen(["^mlx5_1"], both, 0, "GPU0", said).names == ("mlx5_2",)
-    assert chosen(None, ("nixl",), 0, "GPU0", said).names == ("mlx5_1",)
+    assert chosen(["mlx5_8"], both, 0, "GPU0", environ=said).names == ("mlx5_8",)
+    assert chosen(["^mlx5_1"], both, 0, "GPU0", environ=said).names == ("mlx5_2",)
+    assert chosen(None, ("nixl",), 0, "GPU0", environ=said).names == ("mlx5_1",)
     for text in ("", " ", "auto-discovery"):
-        assert chosen(None, both, 0, "GPU0", {"MOONCAKE_DEVICE": text}).names == ("mlx5_1",)
+        assert chosen(None, both, 0, "GPU0", environ={"MOONCAKE_DEVICE": text}).names == ("mlx5_1",)
     with pytest.raises(
         OptionError, match="MOONCAKE_DEVICE is 'mlx9': devices has 'mlx9', which this machine"
     ):
-        chosen(None, both, 0, "GPU0", {"MOONCAKE_DEVICE": "mlx9"})
+        chosen(None, both, 0, "GPU0", environ={"MOONCAKE_DEVICE": "mlx9"})
 
 
 @pytest.mark.usefixtures("here")
-def test_mooncake_over_tcp_needs_none() -> None:
+def test_over_tcp_none_is_chosen() -> None:
     said = {"MOONCAKE_PROTOCOL": " TCP "}
-    assert mooncake_protocol(said) == "tcp"
-    assert mooncake_protocol({"MOONCAKE_PROTOCOL": ""}) is None
-    assert chosen(None, ("mooncake",), 0, "GPU0", said) == Choice(
-        (), "MOONCAKE_PROTOCOL is tcp, which needs none"
-    )
-    assert chosen(["mlx5_8"], ("mooncake",), 0, "GPU0", said).names == ("mlx5_8",)
-    assert chosen(None, ("mooncake", "nixl"), 0, "GPU0", said).names == ("mlx5_1",)
-    assert chosen(None, ("mooncake",), 0, "GPU0", {"MOONCAKE_PROTOCOL": "rdma"}).names == ("mlx5_1",)
+    tcp = Choice((), "over tcp none is chosen")
+    assert chosen(None, ("mooncake",), 0, "GPU0", environ=said) == tcp
+    assert chosen([], ("mooncake", "nixl"), 0, "GPU0", "tcp", {"MOONCAKE_DEVICE": "mlx5_3"}) == tcp
+    assert chosen(["mlx5_8"], ("mooncake",), 0, "GPU0", environ=said).names == ("mlx5_8",)
+    assert chosen(None, ("mooncake", "nixl"), 0, "GPU0", environ=said).names == ("mlx5_1",)
+    assert chosen(None, ("mooncake",), 0, "GPU0", "rdma", said).names == ("mlx5_1",)
+    rdma = {"MOONCAKE_PROTOCOL": "rdma"}
+    assert chosen(None, ("mooncake",), 0, "GPU0", environ=rdma).names == ("mlx5_1",)
 
 
 @pytest.mark.usefixtures("here")
 def test_a_tree_of_the_users_own() -> None:
     said = {"MC_CUSTOM_TOPO_JSON": "/tree.json", "MOONCAKE_DEVICE": "mlx5_3"}
-    assert chosen(None, ("mooncake",), 0, "GPU0", said) == Choice((), "MC_CUSTOM_TOPO_JSON says which")
-    assert chosen(None, ("nixl",), 0, "GPU0", said).names == ("mlx5_1",)
+    assert chosen(None, ("mooncake",), 0, "GPU0", environ=said) == Choice(
+        (), "MC_CUSTOM_TOPO_JSON says which"
+    )
+    assert chosen(None, ("nixl",), 0, "GPU0", environ=said).names == ("mlx5_1",)
     with pytest.raises(OptionError, match=r"MC_CUSTOM_TOPO_JSON is set, .* leave one of both out"):
-        chosen(["mlx5_8"], ("mooncake",), 0, "GPU0", said)
+        chosen(["mlx5_8"], ("mooncake",), 0, "GPU0", environ=said)
 
 
 def test_who_takes_none() -> None:
-    assert chosen(None, ("shm", "tcp"), 0, None, {"MOONCAKE_DEVICE": "mlx5_3"}).names == ()
+    assert chosen(None, ("shm", "tcp"), 0, None, environ={"MOONCAKE_DEVICE": "mlx5_3"}).names == ()
     with pytest.raises(OptionError, match=r"no transport here takes NICs \(shm, tcp\); name one that does"):
-        chosen(["mlx5_8"], ("shm", "tcp"), 0, None, {})
+        chosen(["mlx5_8"], ("shm", "tcp"), 0, None, environ={})
 
 
 def test_a_file_for_mooncake(tree: Tree) -> None:

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from support import leaks
 from support.proxies import Dripping
-from support.waiting import until
 from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import ForkError, OptionError
 from tensorlift.forking import fork as forks
@@ -244,48 +243,6 @@ def paced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def test_who_reads_by_itself_keeps_to_its_share(
-    monkeypatch: pytest.MonkeyPatch, paced: list[tuple[int, int]]
-) -> None:
-    """The seed says what that is; over transports where it sends the bytes, it holds them back itself."""
-    with Seed(weights(1), KEY, limit="30MB/s", transports=["tcp"]) as seed:
-        held = [seed.grant(50) for _ in range(2)]
-        assert [lease.limit for lease in held] == [30_000_000, 15_000_000]
-        fork_into(weights(0), seed.url, chunk_bytes=CHUNK)
-        assert paced == []
-        monkeypatch.setattr(reader, "ONE_SIDED", ("tcp",))
-        fork_into(weights(0), seed.url, chunk_bytes=CHUNK)
-        assert paced == [(10_000_000, CHUNK)] * 30
-    with Seed(weights(1), KEY, transports=["tcp"]) as seed:
-        paced.clear()
-        fork_into(weights(0), seed.url, chunk_bytes=CHUNK)
-        assert (seed.grant(50).limit, paced) == (0, [])
-
-
-def test_a_share_grows_when_others_are_through(
-    monkeypatch: pytest.MonkeyPatch, paced: list[tuple[int, int]]
-) -> None:
-    """It is told with the next renewal."""
-    monkeypatch.setattr(reader, "ONE_SIDED", ("tcp",))
-    monkeypatch.setattr(reader, "_LEASE_SECONDS", 0.5)
-    real = SocketConnection.fetch
-    with Seed(weights(1), KEY, limit="30MB/s", transports=["tcp"]) as seed:
-        held = seed.grant(50)
-
-        def fetch(*given: Any, **more: Any) -> Any:
-            if len(paced) == 10:
-                seed.release(held.id)
-                until(lambda: seed.stats()["readers"] == 1 and source[0].pacer.rate == 30_000_000)
-            return real(*given, **more)
-
-        source: list[reader.Source] = []
-        pull = reader.Reader._pull
-        monkeypatch.setattr(reader.Reader, "_pull", lambda self, one: source.append(one) or pull(self, one))
-        monkeypatch.setattr(SocketConnection, "fetch", fetch)
-        fork_into(weights(0), seed.url, chunk_bytes=CHUNK, connections=1)
-    assert [rate for rate, _ in paced] == [15_000_000] * 10 + [30_000_000] * 20
-
-
 def test_a_forks_own_limit_is_of_all_seeds_together(paced: list[tuple[int, int]]) -> None:
     with Seed(weights(1), KEY) as one, Seed(weights(1), KEY) as other:
         found = weights(0)
@@ -328,8 +285,13 @@ def test_a_share_of_the_nics_rate(monkeypatch: pytest.MonkeyPatch, paced: list[t
     monkeypatch.setattr(seeds, "chosen", chosen)
     monkeypatch.setattr(forks, "chosen", chosen)
     key = ModelKey(model="m", tp=(3, 4))
+    limits = []
+    served = seeds.Served
+    monkeypatch.setattr(
+        seeds, "Served", lambda *given, **more: limits.append(more["limit"]) or served(*given, **more)
+    )
     with Seed(weights(1), key, limit="25%", devices=["^mlx5_0"]) as seed:
-        assert seed.grant(50).limit == 12_500_000_000
+        assert limits == [12_500_000_000]
         fork_into(weights(0), seed.url, key=key, chunk_bytes=CHUNK, limit="10%")
     assert paced == [(5_000_000_000, CHUNK)] * 30
     assert [(devices, rank, gpu) for devices, _, rank, gpu in asked] == [

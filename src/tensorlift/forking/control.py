@@ -2,7 +2,7 @@
 
     GET    /v1/manifest       gzip, with an ETag that is another one in each epoch
     GET    /v1/state          {"instance", "epoch"}
-    POST   /v1/leases         {"seconds"} -> {"id", "epoch", "seconds", "limit"}
+    POST   /v1/leases         {"seconds"} -> {"id", "epoch", "seconds"}
     POST   /v1/leases/ID      the same, for longer
     DELETE /v1/leases/ID
     GET    /v1/ranks          {"ranks": [{"key", "url"}, ...]}: what is behind this URL; its own has no url
@@ -60,8 +60,6 @@ class LeaseAnswer(msgspec.Struct):
     id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
     epoch: int
     seconds: _Seconds
-    limit: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
-    """Bytes a second that it may read by itself, where the seed does not send them; 0: any number."""
 
 
 class RefusedAnswer(msgspec.Struct):

@@ -17,10 +17,10 @@ from tensorlift.errors import OptionError
 from tensorlift.forking.topology import Gpu, Link, Nic, Tree, tree_here
 from tensorlift.format.quoting import plural, quote
 
-__all__ = ["ONE_SIDED", "Choice", "choose", "chosen", "custom_topology", "mooncake_protocol"]
+__all__ = ["Choice", "choose", "chosen", "custom_topology"]
 
-ONE_SIDED = ("mooncake", "nixl")
-"""Transports that read by themselves, over NICs that they have to be told."""
+# Transports whose engines are told which NICs to take.
+_ENGINES = ("mooncake", "nixl")
 _DEVICE, _PROTOCOL, _CUSTOM = "MOONCAKE_DEVICE", "MOONCAKE_PROTOCOL", "MC_CUSTOM_TOPO_JSON"
 # What its users write there to have Mooncake look by itself.
 _BY_ITSELF = ("", "auto-discovery")
@@ -106,13 +106,11 @@ def _best(nics: Sequence[Nic], costs: Sequence[tuple[int, int]]) -> list[Nic]:
 
 def _checked(devices: Sequence[str] | None, tree: Tree) -> tuple[tuple[Nic, ...], frozenset[str]]:
     """(NICs that were named, names to leave out)."""
-    if devices is None:
+    if not devices:
         return (), frozenset()
     form = 'names of NICs, such as ["mlx5_8"], or all but some: ["^mlx5_0"]'
-    if (
-        isinstance(devices, str)
-        or not devices
-        or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in devices)
+    if isinstance(devices, str) or not all(
+        isinstance(name, str) and _NAME.fullmatch(name) for name in devices
     ):
         raise OptionError(f"devices is {devices!r}; expected {form}, in a list")
     without = frozenset(name[1:] for name in devices if name.startswith("^"))
@@ -142,33 +140,37 @@ def chosen(
     transports: Sequence[str],
     rank: int,
     gpu: str | None,
+    protocol: str = "",
     environ: Mapping[str, str] | None = None,
 ) -> Choice:
     """The NICs of this process, for these transports: what its caller says, else MOONCAKE_DEVICE, else the
     nearest.
 
-    None where no transport is one-sided, and for Mooncake over TCP (MOONCAKE_PROTOCOL), or with a tree of its
-    user's (MC_CUSTOM_TOPO_JSON), which goes before all that it is told. Raises OptionError.
+    protocol: what the caller wants bytes moved by; for Mooncake MOONCAKE_PROTOCOL where it is empty. None are
+    taken over tcp, where no transport is told of any, and where Mooncake has a tree of its user's
+    (MC_CUSTOM_TOPO_JSON), which goes before all that it is told. Raises OptionError.
     """
     environ = os.environ if environ is None else environ
-    used = [name for name in ONE_SIDED if name in transports]
+    used = [name for name in _ENGINES if name in transports]
     if not used:
-        if devices is not None:
+        if devices:
             raise OptionError(
                 f"devices is {devices!r}, but no transport here takes NICs ({', '.join(transports)}); name "
-                f"one that does ({', '.join(ONE_SIDED)}) in transports, or leave devices out"
+                f"one that does ({', '.join(_ENGINES)}) in transports, or leave devices out"
             )
         return Choice((), "no transport takes NICs")
     if "mooncake" in used and environ.get(_CUSTOM):
-        if devices is not None:
+        if devices:
             raise OptionError(
                 f"devices is {devices!r}, but {_CUSTOM} is set, and Mooncake takes what that file says and "
                 "looks at no devices; leave one of both out"
             )
         return Choice((), f"{_CUSTOM} says which")
-    if devices is None:
-        if used == ["mooncake"] and mooncake_protocol(environ) == "tcp":
-            return Choice((), f"{_PROTOCOL} is tcp, which needs none")
+    if not devices:
+        if used == ["mooncake"]:
+            protocol = protocol or environ.get(_PROTOCOL, "").strip().lower()
+        if protocol == "tcp":
+            return Choice((), "over tcp none is chosen")
         given = environ.get(_DEVICE, "").strip()
         if "mooncake" in used and given not in _BY_ITSELF:
             try:
@@ -177,12 +179,6 @@ def chosen(
                 raise OptionError(f"{_DEVICE} is {given!r}: {error}") from None
             return Choice(found.nics, f"{_DEVICE} says so")
     return choose(devices, rank, gpu, tree_here())
-
-
-def mooncake_protocol(environ: Mapping[str, str] | None = None) -> str | None:
-    """What MOONCAKE_PROTOCOL says, in small letters; None where it says nothing."""
-    environ = os.environ if environ is None else environ
-    return environ.get(_PROTOCOL, "").strip().lower() or None
 
 
 def custom_topology(devices: Sequence[str] | None, tree: Tree) -> str:

@@ -14,7 +14,6 @@ from tensorlift.forking.chunks import ChunkQueue, checked
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.manifest import Manifest
 from tensorlift.forking.matching import Errand
-from tensorlift.forking.nics import ONE_SIDED
 from tensorlift.forking.pace import Held, Pace
 from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.transports import TRANSPORTS, Connection, connect
@@ -52,10 +51,6 @@ class Source:
     """Connections that wait for something to do."""
     closed_bytes: int = 0
     """What came over connections that are no more."""
-    limit: int = 0
-    """Bytes a second that it lets a fork read by itself; see LeaseAnswer."""
-    pacer: Pacer = field(default_factory=Pacer)
-    """Keeps to that, where it is read so."""
 
     @property
     def name(self) -> str:
@@ -134,7 +129,6 @@ class Reader:
                 self._renew()
                 continue
             source.lease, source.renew_at = answer.id, time.monotonic() + answer.seconds / 2
-            source.limit = answer.limit
             if answer.epoch != source.manifest.epoch:
                 self._leave(source, _OUTCOMES[Outcome.STALE], stale=True)
                 return False
@@ -147,12 +141,8 @@ class Reader:
                 # A stopped one is not waited for: this thread watches the others too.
                 source.renew_at = time.monotonic() + _LEASE_SECONDS / 6
                 with contextlib.suppress(SeedError):
-                    answer = source.client.renew(source.lease, _LEASE_SECONDS, _BRIEFLY_SECONDS)
+                    source.client.renew(source.lease, _LEASE_SECONDS, _BRIEFLY_SECONDS)
                     source.renew_at = time.monotonic() + _LEASE_SECONDS / 2
-                    with self._state:
-                        source.limit = answer.limit
-                        if source.pacer.rate:
-                            source.pacer.rate = answer.limit
 
     def _watch(self) -> None:
         """Leaves those that are too slow; what they hold comes back when they no longer write it."""
@@ -218,8 +208,6 @@ class Reader:
         try:
             with self._state:
                 source.connections.append(connection)
-                if made.kind in ONE_SIDED:
-                    source.pacer.rate = source.limit
             while (number := self._next(source)) is not None:
                 self._bring(source, connection, number)
         finally:
@@ -235,13 +223,12 @@ class Reader:
         with self._state:
             while not (self._stopping or source.gone or self.queue.is_done):
                 # Nothing is held meanwhile, so that others may bring it.
-                if wait := max(self._pacer.wait(), source.pacer.wait()):
+                if wait := self._pacer.wait():
                     self._state.wait(min(wait, 0.2))
                     continue
                 number = self.queue.take(source.name)
                 if number is not None:
                     self._pacer.asked(self.queue.chunk(number).nbytes)
-                    source.pacer.asked(self.queue.chunk(number).nbytes)
                     return number
                 source.idle += 1
                 self._state.wait(0.2)

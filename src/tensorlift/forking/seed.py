@@ -107,11 +107,11 @@ class Seed:
         self._leases = Leases(readers, _LONGEST_LEASE)
         self._changed = threading.Condition()
         nics = chosen(devices, transports, self.key.tp[0], gpu_of(self._named))
-        self._limit = parse_limit(limit, "limit", lambda: nics.rate or link_rate(host)) or 0
+        rate = parse_limit(limit, "limit", lambda: nics.rate or link_rate(host))
         self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS, encrypted)
         try:
             self._served = Served(
-                self._offering.memories, self._is_live, host=host, token=token, limit=self._limit,
+                self._offering.memories, self._is_live, host=host, token=token, limit=rate,
                 transports=transports,
             )  # fmt: skip
             self._begin(digests, front, join_timeout)
@@ -158,18 +158,13 @@ class Seed:
         """A lease; LeaseRefusedError."""
         with self._changed:
             now = time.monotonic()
-            return self._told(self._leases.grant(seconds, now), now)
+            return _told(self._leases.grant(seconds, now), now)
 
     def renew(self, id: str, seconds: float) -> LeaseAnswer:
         """The same for longer; LeaseRefusedError."""
         with self._changed:
             now = time.monotonic()
-            return self._told(self._leases.renew(id, seconds, now), now)
-
-    def _told(self, lease: Lease, now: float) -> LeaseAnswer:
-        # Who reads by itself keeps to its share of the limit; it hears of other readers when it renews.
-        share = -(-self._limit // max(1, self._leases.live(now)))
-        return LeaseAnswer(lease.id, lease.epoch, lease.until - now, share)
+            return _told(self._leases.renew(id, seconds, now), now)
 
     def release(self, id: str) -> None:
         """A reader is through."""
@@ -253,3 +248,7 @@ class Seed:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _told(lease: Lease, now: float) -> LeaseAnswer:
+    return LeaseAnswer(lease.id, lease.epoch, lease.until - now)

@@ -44,8 +44,8 @@ def parse_limit(value: object, name: str, device_rate: Callable[[], float | None
 class Pacer:
     """When the next chunk may be asked for, to keep to so many bytes a second. No lock of its own.
 
-    For who reads by itself, without a seed that could hold its bytes back. It goes by what was asked for:
-    a chunk comes as fast as it can, and the next one waits until its time is over.
+    It goes by what was asked for: a chunk comes as fast as it can, be it that the fork reads by itself, and
+    the next one waits until its time is over.
     """
 
     def __init__(self, rate: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
