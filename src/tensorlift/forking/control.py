@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hmac
 import http
+import io
 import math
 import socket
 import time
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LeaseAnswer", "LeaseRequest", "RefusedAnswer", "StateAnswer", "talk"]
 
-_IDLE_SECONDS = 30.0
+# For all of a connection's first request, by whoever sends it, and between two.
+_FIRST_SECONDS, _IDLE_SECONDS = 5.0, 30.0
 _LONGEST_BODY = 4096
 _LEASES, _RANKS = "/v1/leases", "/v1/ranks"
 _STATUS = {"full": 429, "updating": 503, "closed": 410, "lapsed": 410}
@@ -81,6 +83,28 @@ def talk(peer: socket.socket, seed: Seed) -> None:
     _Handler(peer, peer.getpeername(), seed)
 
 
+class _Arriving(io.RawIOBase):
+    """A peer's bytes, in as many seconds as it was given for all of them."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer = peer
+        self.give(_FIRST_SECONDS)
+
+    def give(self, seconds: float) -> None:
+        """From now on, so many."""
+        self._end = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("a request takes too long")
+        self._peer.settimeout(left)
+        return self._peer.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "tensorlift", ""
@@ -89,6 +113,16 @@ class _Handler(BaseHTTPRequestHandler):
     def __init__(self, peer: socket.socket, address: Any, seed: Seed) -> None:
         self.seed = seed
         super().__init__(peer, address, None)  # type: ignore[arg-type]
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._arriving = _Arriving(self.connection)
+        self.rfile = io.BufferedReader(self._arriving)
+
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        self._arriving.give(_IDLE_SECONDS)
 
     def log_message(self, *_: object) -> None:
         """Nothing: a request has the token in it, and a seed is somebody else's process."""
@@ -201,6 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(
         self, status: int, body: bytes = b"", more: dict[str, str] | None = None, close: bool = False
     ) -> None:
+        self.connection.settimeout(self.timeout)
         self.send_response(status, http.HTTPStatus(status).phrase)
         for name, value in (more or {}).items():
             self.send_header(name, value)
