@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from tensorlift.format.quoting import clean
 from tensorlift.stats import human_bytes
 
 __all__ = ["Report", "SourceReport", "bar", "by_source", "reporter"]
@@ -96,7 +95,7 @@ def bar(force: bool = False, what: str = "loading") -> Iterator[Report]:
 
         def report(done: int, total: int, by_source: Mapping[str, int] | None = None) -> None:
             came = by_source or {}
-            parts = [f"{clean(name)} {human_bytes(nbytes)}" for name, nbytes in came.items()]
+            parts = [f"{name} {human_bytes(nbytes)}" for name, nbytes in came.items()]
             said = f"{what} ({', '.join(parts)})"
             fits = len(parts) > 1 and len(said) <= console.width - _BESIDE
             drawn.update(task, completed=done, total=total, description=said if fits else what)
