@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tensorlift.progress import bar, by_source, reporter
@@ -65,31 +67,32 @@ def test_who_hears_of_sources() -> None:
     tell(3, 9, by_source=came)
 
 
-def test_a_bar_names_sources_where_they_are_several(
+def test_a_bar_has_a_line_for_each_of_several_sources(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("COLUMNS", "90")
     with bar(force=True, what="a fork") as report:
         tell = by_source(report)
         assert tell is not None
-        tell(3_000_000, 9_000_000, by_source={"http://a:1": 3_000_000})
+        tell(3_000_000, 9_000_000, by_source={"http://10.0.0.7:70001": 3_000_000})
     assert "http" not in capsys.readouterr().err
     with bar(force=True, what="a fork") as report:
         tell = by_source(report)
         assert tell is not None
-        tell(3_000_000, 9_000_000, by_source={"http://a:1": 2_000_000, "files": 1_000_000})
-    assert "a fork (http://a:1 2.00 MB, files 1.00 MB)" in capsys.readouterr().err
+        tell(3_000_000, 9_000_000, by_source={"http://10.0.0.7:70001": 2_000_000, "files": 1_000_000})
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in capsys.readouterr().err.splitlines()]
+    for name, nbytes in (("a fork", "3.0"), ("  http://10.0.0.7:70001", "2.0"), ("  files", "1.0")):
+        assert any(line.startswith(name) and f" {nbytes}/9.0 MB" in line for line in lines), name
 
 
-def test_a_bar_with_many_sources_stays_on_one_line(
+def test_a_narrow_bar_tells_of_all_sources_together(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "30")
     with bar(force=True) as report:
         tell = by_source(report)
         assert tell is not None
-        tell(10, 1000, by_source={f"http://10.0.0.{at}:7000": 1 for at in range(10)})
+        tell(3_000_000, 9_000_000, by_source={"http://a:1": 2_000_000, "files": 1_000_000})
     said = capsys.readouterr().err
-    assert "\x1b[1A\x1b[2K\x1b[1A" not in said
-    assert "0.0/1.0 kB" in said
-    assert "http" not in said
+    assert "3.0/9.0 MB" in said
+    assert "2.0" not in said

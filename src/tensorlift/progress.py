@@ -7,14 +7,12 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from tensorlift.stats import human_bytes
-
 __all__ = ["Report", "SourceReport", "bar", "by_source", "reporter"]
 
 # Columns that bar, bytes, speed and time need side by side; in fewer, the numbers go alone.
 _NARROW = 60
-# Columns that all but the description take.
-_BESIDE = 90
+# Columns for all but the bar itself, which takes what is left of them.
+_BESIDE, _LONGEST_BAR = 75, 40
 
 Report = Callable[[int, int], object]
 """Called with (bytes done, bytes in all)."""
@@ -68,7 +66,7 @@ def finished(report: Report | None, total: int) -> None:
 def bar(force: bool = False, what: str = "loading") -> Iterator[Report]:
     """A bar in bytes on stderr, gone at the end; ``force``: drawn also where stderr is no terminal.
 
-    What it yields takes bytes by source too, which are named where they are several.
+    What it yields takes bytes by source too: of several each has a line of its own, where there is room.
     """
     # Only here: importing rich takes longer than loading a small model.
     from rich import progress
@@ -86,18 +84,21 @@ def bar(force: bool = False, what: str = "loading") -> Iterator[Report]:
     if console.width >= _NARROW:
         columns = [
             progress.TextColumn("{task.description}", markup=False, table_column=whole()),
-            progress.BarColumn(),
+            progress.BarColumn(bar_width=max(1, min(_LONGEST_BAR, console.width - _BESIDE))),
             *columns,
             progress.TimeRemainingColumn(table_column=whole()),
         ]
     with progress.Progress(*columns, console=console, transient=True) as drawn:
         task = drawn.add_task(what, total=None)
+        parts: dict[str, progress.TaskID] = {}
 
         def report(done: int, total: int, by_source: Mapping[str, int] | None = None) -> None:
-            came = by_source or {}
-            parts = [f"{name} {human_bytes(nbytes)}" for name, nbytes in came.items()]
-            said = f"{what} ({', '.join(parts)})"
-            fits = len(parts) > 1 and len(said) <= console.width - _BESIDE
-            drawn.update(task, completed=done, total=total, description=said if fits else what)
+            drawn.update(task, completed=done, total=total)
+            if by_source is None or len(by_source) < 2 or console.width < _NARROW:
+                return
+            for name, nbytes in by_source.items():
+                if name not in parts:
+                    parts[name] = drawn.add_task(f"  {name}", total=total)
+                drawn.update(parts[name], completed=nbytes, total=total)
 
         yield report
