@@ -142,6 +142,13 @@ def test_what_the_environment_says_comes_behind_what_the_caller_does() -> None:
 
 
 @pytest.mark.usefixtures("here")
+def test_the_log_says_which_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tensorlift")
+    chosen(None, ("mooncake", "nixl", "tcp"), 0, "GPU2", environ={})
+    assert caplog.messages == ["mooncake and nixl: mlx5_3 (PIX to GPU2)"]
+
+
+@pytest.mark.usefixtures("here")
 def test_over_tcp_none_is_chosen() -> None:
     said = {"MOONCAKE_PROTOCOL": " TCP "}
     tcp = Choice((), "over tcp none is chosen")

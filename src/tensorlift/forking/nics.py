@@ -8,6 +8,7 @@ far ones are waited for (docs/fork.md has figures).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ _ENGINES = ("mooncake", "nixl")
 _DEVICE, _PROTOCOL, _CUSTOM = "MOONCAKE_DEVICE", "MOONCAKE_PROTOCOL", "MC_CUSTOM_TOPO_JSON"
 # What its users write there to have Mooncake look by itself.
 _BY_ITSELF = ("", "auto-discovery")
+_log = logging.getLogger("tensorlift")
 _NAME = re.compile(r"\^?[\w.\-]+")
 
 
@@ -178,7 +180,9 @@ def chosen(
             except OptionError as error:
                 raise OptionError(f"{_DEVICE} is {given!r}: {error}") from None
             return Choice(found.nics, f"{_DEVICE} says so")
-    return choose(devices, rank, gpu, tree_here())
+    found = choose(devices, rank, gpu, tree_here())
+    _log.info("%s: %s (%s)", " and ".join(used), ", ".join(found.names) or "no NIC", found.reason)
+    return found
 
 
 def custom_topology(devices: Sequence[str] | None, tree: Tree) -> str:
