@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
+from tensorlift.forking.fabrics import Wiring, wired
 from tensorlift.forking.joining import Joined, front_of
 from tensorlift.forking.keys import checked_key, checked_token, checked_weights, told_key
 from tensorlift.forking.leases import Lease, Leases
@@ -21,7 +22,7 @@ from tensorlift.forking.manifest import Manifest, ModelKey, encode, layout_diges
 from tensorlift.forking.offering import named_tensors, offer, settle
 from tensorlift.forking.ranks import JoinRequest, RankTable
 from tensorlift.forking.throttle import parse_limit
-from tensorlift.forking.transports import Served
+from tensorlift.forking.transports import SERVED, Served
 from tensorlift.forking.whole import checked_digests, made_digests
 from tensorlift.options import parse_count, parse_seconds
 
@@ -73,13 +74,16 @@ class Seed:
         join: str | None = None,
         ca: Ca | None = None,
         join_timeout: float = 10.0,
-        transports: Sequence[str] = ("shm", "tcp"),
+        transports: Sequence[str] | None = None,
+        devices: Sequence[str] = (),
+        protocol: str = "",
         digests: bool | Mapping[str, str] = False,
     ) -> None:
         """Begins.
 
         limit: such as "2GB/s", or "25%" of the network's rate; readers: forks at once; weights: the version;
-        transports: which are offered, see docs/fork.md; digests: of whole tensors, those that are known by
+        transports: which are offered (shm and tcp), devices, protocol: the NICs of mooncake and nixl, and
+        what they move bytes by (docs/fork.md); digests: of whole tensors, those that are known by
         name (see whole.py), or True to make them, now and behind each update, of what is in host memory.
         tls: (file of certificates, file of their key), or an ssl.SSLContext, for what is asked over HTTP.
         join: the URL of another seed, of the same token, that names this one to forks which want its key; ca:
@@ -105,10 +109,7 @@ class Seed:
         rate = parse_limit(limit, "limit", lambda: link_rate(host))
         self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS, encrypted)
         try:
-            self._served = Served(
-                self._offering.memories, self._is_live, host=host, token=token, limit=rate,
-                transports=transports,
-            )  # fmt: skip
+            self._served = self._serve(host, rate, transports, wired(devices, protocol))
             self._makes_digests, known = digests is True, checked_digests(digests, self._offering)
             self._publish(made_digests(self._offering) if self._makes_digests else known)
             self._http.start()
@@ -123,11 +124,22 @@ class Seed:
         """Where forks ask."""
         return f"{self._scheme}://{self._http.address}"
 
+    def _serve(self, host: str, rate: int | None, transports: Sequence[str] | None, wiring: Wiring) -> Served:
+        return Served(
+            self._offering.memories, self._is_live, host=host, token=self.token, limit=rate,
+            transports=SERVED if transports is None else transports, wiring=wiring, owner=self._named,
+        )  # fmt: skip
+
+    @property
+    def off(self) -> dict[str, str]:
+        """Transports that were asked for and are not there, each with the reason."""
+        return self._served.off
+
     def _publish(self, digests: Mapping[str, str]) -> None:
         offering = self._offering
         manifest = Manifest(
             instance=self.instance, epoch=self._leases.epoch, weights=self._weights, key=self.key,
-            layout=layout_digest(offering.tensors), transports=self._served.offers,
+            layout=layout_digest(offering.tensors), transports=self._served.offers, off=self.off,
             regions=offering.regions, tensors=offering.tensors, digests=dict(digests),
         )  # fmt: skip
         tag = f'"{self.instance}-{manifest.epoch}{"-digests" if digests else ""}"'
