@@ -125,24 +125,36 @@ class Mooncake:
         """It forgets by itself."""
 
     def read(self, session: str, parts: Sequence[Part], go_on: Callable[[], None]) -> None:
-        """See Fabric. The call that waits by itself spins."""
+        """See Fabric. The call that waits by itself spins, and ends by MC_TRANSFER_TIMEOUT (30 s) alone; what
+        is said of one that does not wait is said of its first part, so that one with more cannot be asked.
+        """
         for some in batches(parts):
+            go_on()
             remote, local, sizes = ([part[at] for part in some] for at in range(3))
-            batch = self._engine.batch_transfer_async_read(session, local, remote, sizes)
-            if batch <= 0:
-                raise FabricError(f"Mooncake cannot read {session}: it may be gone (code {batch})")
-            state = _PENDING
-
-            def is_done(batch: int = batch) -> bool:
-                nonlocal state
-                state = self._engine.transfer_check_status(batch)
-                return bool(state != _PENDING)
-
-            ended(is_done, go_on)
-            if state != _DONE:
+            if len(some) > 1:
+                code = self._engine.batch_transfer_sync_read(session, local, remote, sizes)
+            else:
+                code = self._read_one(session, local, remote, sizes, go_on)
+            if code != 0:
                 raise FabricError(
-                    f"Mooncake's read of {session} failed: it may be gone, or have changed (code {state})"
+                    f"Mooncake's read of {session} failed: it may be gone, or have changed (code {code})"
                 )
+
+    def _read_one(
+        self, session: str, local: list[int], remote: list[int], sizes: list[int], go_on: Callable[[], None]
+    ) -> int:
+        batch: int = self._engine.batch_transfer_async_read(session, local, remote, sizes)
+        if batch <= 0:
+            return batch or -1
+        state = _PENDING
+
+        def is_done() -> bool:
+            nonlocal state
+            state = self._engine.transfer_check_status(batch)
+            return state != _PENDING
+
+        ended(is_done, go_on)
+        return 0 if state == _DONE else state
 
     def close(self) -> None:
         """See Fabric."""
