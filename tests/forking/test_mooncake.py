@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import torch
 from support import one_sided as support
 from tensorlift.engine.abi_fork import Memory
 from tensorlift.errors import ForkError
-from tensorlift.forking import mooncake
+from tensorlift.forking import mooncake, one_sided
 from tensorlift.forking.fabrics import ANY, FabricError, Part, Wiring
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.mooncake import Mooncake, protocol_of
@@ -176,7 +175,6 @@ def test_options_go_before_variables(
     forced = {name: fake.environment.get(name) for name in ("MC_FORCE_TCP", "MC_FORCE_HCA")}
     is_tcp = expected[0] == "tcp"
     assert forced == {"MC_FORCE_TCP": "1" if is_tcp else None, "MC_FORCE_HCA": None if is_tcp else "1"}
-    assert fake.environment["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"] == "65535"
 
 
 def test_a_nic_that_is_there_is_meant(plain: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -197,30 +195,25 @@ def test_a_package_without_cuda_is_not_given_a_device(engine: Mooncake) -> None:
         engine.register([Memory(0x1000, 10, 1, 0)])
 
 
-# A seed whose engine listens on one port, until its standard input ends: port, version.
-CHILD = f"""
-import os, sys
-for name in ("RPC", "PRC"):  # it has both
-    os.environ[f"MC_MIN_{{name}}_PORT"] = os.environ[f"MC_MAX_{{name}}_PORT"] = sys.argv[1]
-import torch, tensorlift
+# A seed, until its standard input ends: port, version.
+SEED = f"""
+import sys, torch, tensorlift
 model = {{"w": torch.arange({ITEMS}) * int(sys.argv[2])}}
-with tensorlift.seed(model, key="k", transports=["mooncake"], protocol="tcp") as seed:
-    from tensorlift.forking.fabrics import Shared
-    (shared,) = Shared._known.values()
-    print("[]", seed.url, shared.fabric.session(), flush=True)
+port = int(sys.argv[1])
+with tensorlift.seed(model, key="k", port=port, transports=["mooncake"], protocol="tcp") as seed:
+    print("[]", seed.url, flush=True)
     sys.stdin.read()
 """
 
 
 @contextlib.contextmanager
-def child(port: int, version: int) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+def child(code: str, *more: object) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     made = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(port), str(version)], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", code, *map(str, more)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True,
     )  # fmt: skip
     try:
-        _, url, session = support.said(made).split()
-        yield made, url, session
+        yield made, support.said(made).split()[1:]
     finally:
         made.kill()
         made.communicate()
@@ -233,25 +226,12 @@ def fork(url: str, **more: Any) -> torch.Tensor:
     return into["w"]
 
 
-def test_a_seed_that_was_restarted_on_its_port(engine: Mooncake) -> None:
-    """The same engine of this process reads the new one, and not what it knows of the old one."""
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
-    sessions = []
-    for version in (1, 2):
-        with child(port, version) as (_, url, session):
-            sessions.append(session)
-            assert torch.equal(fork(url), torch.arange(ITEMS) * version)
-    assert sessions == [f"{HOST}:{port}"] * 2
-
-
-def test_a_seed_that_is_stopped_in_the_middle(engine: Mooncake) -> None:
-    """No wait without an end; a fresh engine reads from it when it goes on."""
-    with child(0, 3) as (process, url, _):
-        assert torch.equal(fork(url), torch.arange(ITEMS) * 3)
-        from tensorlift.forking import one_sided
-
+def test_a_seed_that_is_stopped_in_the_middle_and_one_that_was_restarted(engine: Mooncake) -> None:
+    """No wait without an end; a fresh engine reads from it when it goes on, and then from another process
+    that listens at its port.
+    """
+    with child(SEED, 0, 1) as (process, (url,)):
+        assert torch.equal(fork(url), torch.arange(ITEMS))
         real = one_sided.OneSidedConnection._read
         stopped = []
 
@@ -266,4 +246,8 @@ def test_a_seed_that_is_stopped_in_the_middle(engine: Mooncake) -> None:
             with pytest.raises(ForkError, match="bytes could not be had"):
                 fork(url, patience=1.0)
         process.send_signal(signal.SIGCONT)
-        assert torch.equal(fork(url), torch.arange(ITEMS) * 3)
+        assert torch.equal(fork(url), torch.arange(ITEMS))
+    port = url.rpartition(":")[2]
+    with child(SEED, port, 2) as (_, (again,)):
+        assert again == url
+        assert torch.equal(fork(url), torch.arange(ITEMS) * 2)

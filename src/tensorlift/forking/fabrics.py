@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import ClassVar, NamedTuple, Protocol
 
 from tensorlift.engine.abi_fork import Memory
@@ -115,13 +115,16 @@ class Packages(NamedTuple):
     modules: tuple[str, ...]
     """The first that is there is taken."""
     remedy: str
+    wanted: Mapping[str, str] = MappingProxyType({})
+    """Variables that are read when a module is imported."""
 
     def load(self) -> ModuleType:
         """The module. Raises FabricError where there is none that can be imported."""
         problems = []
         for name in self.modules:
             try:
-                return importlib.import_module(name)
+                with surroundings({}, self.wanted):
+                    return importlib.import_module(name)
             except ImportError as error:
                 problems.append(str(error))
         raise FabricError(f"it is not there ({'; '.join(dict.fromkeys(problems))}); {self.remedy}")

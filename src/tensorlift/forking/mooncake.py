@@ -33,21 +33,21 @@ from tensorlift.forking.handshake import receive
 
 __all__ = ["DEVICE_VARIABLE", "PACKAGES", "PROTOCOL_VARIABLE", "Mooncake", "protocol_of"]
 
+PROTOCOL_VARIABLE, DEVICE_VARIABLE = "MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE"
+_NICS = Path("/sys/class/infiniband")
+_WITHOUT_CUDA = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-efa-non-cuda")
+# Where nobody has imported it before. A descriptor that it has cached is of no use once another process
+# listens at that address; one of many regions is longer than the MiB that it takes.
 PACKAGES = Packages(
     ("mooncake.engine",),
     "pip install mooncake-transfer-engine (without CUDA mooncake-transfer-engine-non-cuda) and "
     "apt-get install libibverbs1",
+    {
+        "MC_DISABLE_METACACHE": "1",
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+        "MC_HANDSHAKE_MAX_LENGTH": str(64 << 20),
+    },
 )
-PROTOCOL_VARIABLE, DEVICE_VARIABLE = "MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE"
-_NICS = Path("/sys/class/infiniband")
-_WITHOUT_CUDA = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-efa-non-cuda")
-# Read by it when the first engine of a process is made. A descriptor that it has cached is of no use once
-# another process listens at that address; one of many regions is longer than the MiB that it takes.
-_WANTED = {
-    "MC_DISABLE_METACACHE": "1",
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    "MC_HANDSHAKE_MAX_LENGTH": str(64 << 20),
-}
 # What makes it sure: without them it takes what works.
 _FORCED = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 _LENGTH, _METADATA, _LONGEST_DESCRIPTOR = struct.Struct("<Q"), b"\1", 64 << 20
@@ -84,7 +84,7 @@ class Mooncake:
         module = PACKAGES.load()
         self._engine: Any = module.TransferEngine()
         forced = {name: "1" if name == _FORCED.get(protocol) else "" for name in _FORCED.values()}
-        with surroundings(forced, _WANTED):
+        with surroundings(forced, {}):
             code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
         if code != 0:
             raise FabricError(
