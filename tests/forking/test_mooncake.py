@@ -106,6 +106,15 @@ def test_a_read_past_its_region_is_an_error(engine: Mooncake) -> None:
     engine.unregister([memory(there), memory(here)])
 
 
+def test_another_engine_at_the_address_of_one_that_is_known(engine: Mooncake) -> None:
+    """It would be read by what is known of the one before."""
+    engine.meet("10.0.0.1:15001/one")
+    engine.meet("10.0.0.1:15001/one")
+    engine.meet("10.0.0.1:15002/other")
+    with pytest.raises(FabricError, match="for who did before"):
+        engine.meet("10.0.0.1:15001/next")
+
+
 def test_what_was_never_registered(engine: Mooncake) -> None:
     stray = np.ones(100, np.uint8)
     with pytest.raises(FabricError, match="does not let go of 1 regions of 100 bytes"):

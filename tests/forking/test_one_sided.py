@@ -165,6 +165,18 @@ def test_a_read_that_fails_leaves_its_destination_to_the_engine(world: World) ->
         spoilt.registered.clear()
 
 
+def test_a_seed_that_an_engine_takes_for_another_is_read_by_a_fresh_one(world: World) -> None:
+    into = empty()
+    with seed(weights()) as running:
+        keeper = Shared.borrow(world.make, one_sided.Wiring(), "127.0.0.1")
+        world.made[1].stale = {"0"}
+        fork(running.url, into)
+        assert is_version(into)
+        assert not world.made[1].reads
+        keeper.give_back()
+        assert world.made[1].is_closed
+
+
 def test_an_engine_that_does_not_begin_leaves_the_seed_alone(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:

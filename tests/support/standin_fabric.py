@@ -67,6 +67,8 @@ class StandIn:
         self.may_register = threading.Semaphore(1 << 20)
         self.fails: Callable[[Sequence[Part]], bool] = lambda parts: False
         self.fails_to_register = lambda memories: False
+        self.stale: set[str] = set()
+        """Sessions that it takes for others."""
         self.is_closed = False
 
     def register(self, memories: Sequence[Memory]) -> None:
@@ -85,7 +87,8 @@ class StandIn:
         return str(self.world.made.index(self))
 
     def meet(self, session: str) -> None:
-        pass
+        if session in self.stale:
+            raise FabricError("it is taken for another one")
 
     def part(self, session: str) -> None:
         pass

@@ -95,7 +95,9 @@ class Fabric(Protocol):
         """What another engine has to know to read what is registered now."""
 
     def meet(self, session: str) -> None:
-        """Before the first read of that session, and where it has become another one."""
+        """Before the first read of that session, and where it has become another one. FabricError where it is
+        taken for one that was known before: only a fresh engine reads it.
+        """
 
     def part(self, session: str) -> None:
         """Behind the last."""

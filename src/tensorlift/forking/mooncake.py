@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -36,14 +37,13 @@ __all__ = ["DEVICE_VARIABLE", "PACKAGES", "PROTOCOL_VARIABLE", "Mooncake", "prot
 PROTOCOL_VARIABLE, DEVICE_VARIABLE = "MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE"
 _NICS = Path("/sys/class/infiniband")
 _WITHOUT_CUDA = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-efa-non-cuda")
-# Where nobody has imported it before. A descriptor that it has cached is of no use once another process
-# listens at that address; one of many regions is longer than the MiB that it takes.
+# The variables hold where nobody has imported it before. Descriptors of many regions are longer than the MiB
+# that it takes. (MC_DISABLE_METACACHE would have each read wait for the peer, a stopped one for a minute.)
 PACKAGES = Packages(
     ("mooncake.engine",),
     "pip install mooncake-transfer-engine (without CUDA mooncake-transfer-engine-non-cuda) and "
     "apt-get install libibverbs1",
     {
-        "MC_DISABLE_METACACHE": "1",
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
         "MC_HANDSHAKE_MAX_LENGTH": str(64 << 20),
     },
@@ -90,6 +90,7 @@ class Mooncake:
             raise FabricError(
                 f"Mooncake does not begin with {protocol} {devices}".rstrip() + f" on {host} (code {code})"
             )
+        self._name, self._met = secrets.token_hex(16), dict[str, str]()
         self._host = f"[{host}]" if ":" in host else host
         self.how = _installed(host, self._engine.get_rpc_port()) or (protocol if protocol in _FORCED else "")
         if self.how != protocol:
@@ -115,19 +116,23 @@ class Mooncake:
             raise FabricError(f"Mooncake does not let go of {_told(memories)} (code {code})")
 
     def session(self) -> str:
-        """host:port."""
-        return f"{self._host}:{self._engine.get_rpc_port()}"
+        """host:port, and what no other engine has that listens there later."""
+        return f"{self._host}:{self._engine.get_rpc_port()}/{self._name}"
 
     def meet(self, session: str) -> None:
-        """It asks by itself."""
+        """See Fabric. It keeps what it has learned of an address, and cannot be told to forget it."""
+        address, _, name = session.partition("/")
+        if self._met.setdefault(address, name) != name:
+            raise FabricError(f"Mooncake takes who listens at {address} for who did before")
 
     def part(self, session: str) -> None:
-        """It forgets by itself."""
+        """It forgets nothing."""
 
     def read(self, session: str, parts: Sequence[Part], go_on: Callable[[], None]) -> None:
         """See Fabric. The call that waits by itself spins, and ends by MC_TRANSFER_TIMEOUT (30 s) alone; what
         is said of one that does not wait is said of its first part, so that one with more cannot be asked.
         """
+        session = session.partition("/")[0]
         for some in batches(parts):
             go_on()
             remote, local, sizes = ([part[at] for part in some] for at in range(3))
@@ -151,7 +156,7 @@ class Mooncake:
         def is_done() -> bool:
             nonlocal state
             state = self._engine.transfer_check_status(batch)
-            return state != _PENDING
+            return bool(state != _PENDING)
 
         ended(is_done, go_on)
         return 0 if state == _DONE else state

@@ -133,21 +133,15 @@ class OneSidedConnection(SocketConnection):
         peer = self._ask()
         try:
             begin = time.monotonic()
-            self._shared = Shared.borrow(_MAKERS[kind], wiring, peer.getsockname()[0])
+            super().__init__(peer, seconds)
+            peer.settimeout(seconds)
+            self._table = _learn(peer, 0)
+            self._shared = _met(_MAKERS[kind], wiring, peer.getsockname()[0], self._table)
         except FabricError as error:
             peer.close()
             raise NotHereError(str(error)) from None
         except BaseException:
             peer.close()
-            raise
-        super().__init__(peer, seconds)
-        try:
-            self._table = self._met(_learn(peer, 0))
-        except BaseException as error:
-            peer.close()
-            self._shared.give_back()
-            if isinstance(error, FabricError):
-                raise NotHereError(str(error)) from None
             raise
         self.registering = time.monotonic() - begin
         peer.setblocking(True)
@@ -157,12 +151,6 @@ class OneSidedConnection(SocketConnection):
         """What the engines move bytes by."""
         ours, theirs = self._shared.fabric.how, self._table.how
         return ours if ours == theirs else f"{ours}, the seed {theirs}"
-
-    def _met(self, table: _Table) -> _Table:
-        if table.problem:
-            raise FabricError(f"the seed cannot register all of its memory: {table.problem}")
-        self._shared.fabric.meet(table.session)
-        return table
 
     def fetch(
         self,
@@ -202,8 +190,8 @@ class OneSidedConnection(SocketConnection):
             old.close()
             table = _learn(peer, chunk.region)
             peer.setblocking(True)
-            before = self._table.session
-            self._table = self._met(table)
+            before, self._table = self._table.session, _sound(table)
+            self._shared.fabric.meet(table.session)
             self._shared.fabric.part(before)
             self.registering += time.monotonic() - begin
             begin = time.monotonic()
@@ -258,6 +246,28 @@ class OneSidedConnection(SocketConnection):
             # An engine that cannot forget is not used again.
             self._shared.spoil(self._room)
         self._shared.give_back()
+
+
+def _sound(table: _Table) -> _Table:
+    if table.problem:
+        raise FabricError(f"the seed cannot register all of its memory: {table.problem}")
+    return table
+
+
+def _met(make: Callable[[Wiring, str], Fabric], wiring: Wiring, host: str, table: _Table) -> Shared:
+    """An engine that can read the seed: a fresh one where the one that is there takes it for another."""
+    _sound(table)
+    for is_last in (False, True):
+        shared = Shared.borrow(make, wiring, host)
+        try:
+            shared.fabric.meet(table.session)
+            return shared
+        except BaseException as error:
+            shared.spoil(None)
+            shared.give_back()
+            if is_last or not isinstance(error, FabricError):
+                raise
+    raise AssertionError
 
 
 def _memory(room: _Room) -> Memory:
