@@ -105,6 +105,10 @@ class SeedClient:
                 f"{self.url}: the manifest offers {offer.kind} where nobody can be: {error}"
             ) from None
 
+    def ask(self, path: str, longest: int) -> bytes:
+        """What is answered to GET of another path than a seed's. Raises SeedError."""
+        return self._ask("GET", path, longest=longest)
+
     def peer(self, key: ModelKey) -> SeedClient:
         """The seed behind this URL that has the key: this one or another rank's. Raises ForkError, SeedError.
 

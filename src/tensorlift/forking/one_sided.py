@@ -95,6 +95,11 @@ class OneSidedServer(TcpServer):
         super().close()
         self._leave()
 
+    def address(self, seconds: float) -> str | None:
+        """host:port of an engine that knows all regions; None where none does in so many seconds."""
+        is_ready = self.registration.wait_for_all(seconds)
+        return self._shared.fabric.session().partition("/")[0] if is_ready else None
+
     def _leave(self) -> None:
         if self._has_left:
             return

@@ -120,6 +120,11 @@ class Registration:
                 seconds,
             )
 
+    def wait_for_all(self, seconds: float) -> bool:
+        """Whether all regions are known, or were within so many seconds."""
+        with self._state:
+            return self._state.wait_for(lambda: len(self._ready) == len(self._regions), seconds)
+
     def places(self) -> list[Memory | None]:
         """Where each region lies; None for one that is not known yet."""
         with self._state:

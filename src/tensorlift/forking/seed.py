@@ -8,6 +8,9 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
@@ -21,6 +24,7 @@ from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Manifest, ModelKey, encode, layout_digest
 from tensorlift.forking.offering import named_tensors, offer, settle
 from tensorlift.forking.ranks import JoinRequest, RankTable
+from tensorlift.forking.sglang_answer import info
 from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.transports import SERVED, Served
 from tensorlift.forking.whole import checked_digests, made_digests
@@ -32,6 +36,8 @@ __all__ = ["Seed", "check_host"]
 _MOST_TALKS = 64
 # A fork that died holds its lease no longer.
 _LONGEST_LEASE = 60.0
+# For SGLang, which asks once, and whose requests have no end of their own.
+_REGISTERING_SECONDS = 25.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -134,6 +140,17 @@ class Seed:
     def off(self) -> dict[str, str]:
         """Transports that were asked for and are not there, each with the reason."""
         return self._served.off
+
+    def sglang(self, rank: int) -> dict[str, Any] | str | None:
+        """What SGLang is told of a rank; the URL of who knows; None where nobody does. LeaseRefusedError."""
+        for other in self.ranks.ranks(time.monotonic()):
+            if other.key == msgspec.structs.replace(self.key, tp=(rank, self.key.tp[1])) and other.url:
+                return other.url
+        address = self._served.mooncake(_REGISTERING_SECONDS) if rank == self.key.tp[0] else None
+        if address is None:
+            return None
+        self.grant(_LONGEST_LEASE)
+        return info(rank, address, self._offering.tensors, self._offering.memories)
 
     def _publish(self, digests: Mapping[str, str]) -> None:
         offering = self._offering

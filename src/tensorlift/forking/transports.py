@@ -172,6 +172,11 @@ class Served:
         broken = {kind: server.registration.problem for kind, server in self._one_sided.items()}
         return self._off | {kind: why for kind, why in broken.items() if why}
 
+    def mooncake(self, seconds: float) -> str | None:
+        """Where Mooncake's engine listens, once it knows all; None where it is not there or does not."""
+        server = self._one_sided.get("mooncake")
+        return None if server is None else server.address(seconds)
+
     def set_epoch(self, epoch: int, is_open: bool) -> None:
         """What is asked for with another epoch, or while it is not open, is refused from now on."""
         self._sender.set_epoch(epoch, is_open)
