@@ -197,8 +197,8 @@ def _one(url: str, one: Named, tensor: Tensor, there: tuple[int, int, int]) -> _
     if (one.tensor.numel(), ITEM_BYTES[tensor.dtype]) != (items, item_bytes):
         raise ForkError(
             f"{url} has other weights than the model here: {quote(one.name)} has "
-            f"{one.tensor.numel():,} elements of {plural(ITEM_BYTES[tensor.dtype], 'byte')} here, {items:,} of "
-            f"{item_bytes:,} there; make it as the server's was made"
+            f"{one.tensor.numel():,} elements of {plural(ITEM_BYTES[tensor.dtype], 'byte')} here, {items:,} "
+            f"of {item_bytes:,} there; make it as the server's was made"
         )
     if nbytes != items * item_bytes:
         raise ForkError(
