@@ -8,6 +8,7 @@ from typing import Any
 from tensorlift.forking.fork import Forked, fork_into
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
+from tensorlift.forking.sglang import fork_from_sglang, is_sglang
 from tensorlift.progress import Report, SourceReport, reporter
 
 __all__ = ["fork", "seed"]
@@ -46,7 +47,8 @@ def fork(
 ) -> Forked:
     """Fills the tensors of a model from a running instance.
 
-    source: the URL of a seed, or of several with the same weights, of which all are read at once. into: a
+    source: the URL of a seed, or of several with the same weights, of which all are read at once; or
+    sglang+http://host:port, a server of SGLang (docs/fork.md). into: a
     torch.nn.Module or a dict of tensors, with the names, dtypes, shapes and strides of the seed's. key: which
     weights of the instance are wanted (rank, role); without it those of the seed itself. progress: a bar on
     stderr, or a function that is called with (bytes done, bytes in all), and with by_source, bytes by URL and
@@ -55,4 +57,6 @@ def fork(
     are undefined.
     """
     with reporter(progress) as report:
+        if isinstance(source, str) and is_sglang(source):
+            return fork_from_sglang(into, source, token=token, key=key, progress=report, **options)
         return fork_into(into, source, token=token, key=key, progress=report, **options)

@@ -31,6 +31,8 @@ _WHY = {
     "closed": "it ends",
     "lapsed": "the lease has lapsed, or the weights have changed since",
 }
+# Transports that are offered at host:port.
+_ADDRESSED = ("tcp", "mooncake", "nixl")
 _T = TypeVar("_T")
 
 
@@ -89,17 +91,23 @@ class SeedClient:
     def manifest(self) -> Manifest:
         """What it offers now. Raises SeedError, ManifestError."""
         found = decode(self._ask("GET", "/v1/manifest", longest=LONGEST_MANIFEST), self.url)
-        try:
-            offers = tuple(self._reached(offer) for offer in found.transports)
-        except RequestError as error:
-            raise ManifestError(f"{self.url}: the manifest offers tcp where nobody can be: {error}") from None
+        offers = tuple(self._reached(offer) for offer in found.transports)
         return msgspec.structs.replace(found, transports=offers)
 
     def _reached(self, offer: Offer) -> Offer:
         """A seed that listens on all addresses does not know by which it is reached."""
-        if offer.kind != "tcp":
+        if offer.kind not in _ADDRESSED:
             return offer
-        return Offer(offer.kind, reached(offer.address, self._place.host))
+        try:
+            return Offer(offer.kind, reached(offer.address, self._place.host))
+        except RequestError as error:
+            raise ManifestError(
+                f"{self.url}: the manifest offers {offer.kind} where nobody can be: {error}"
+            ) from None
+
+    def ask(self, path: str, longest: int) -> bytes:
+        """What is answered to GET of another path than a seed's. Raises SeedError."""
+        return self._ask("GET", path, longest=longest)
 
     def peer(self, key: ModelKey) -> SeedClient:
         """The seed behind this URL that has the key: this one or another rank's. Raises ForkError, SeedError.

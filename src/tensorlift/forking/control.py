@@ -9,6 +9,7 @@
     POST   /v1/ranks          {"instance", "key", "url"} -> {"seconds"}: another rank's, known for so long
     DELETE /v1/ranks/INSTANCE
     GET    /metrics           for Prometheus
+    GET    /get_remote_instance_transfer_engine_info?rank=N    for SGLang: see sglang_answer.py
 
 With a token every request has to have it (Authorization: Bearer), and whoever lacks it is told 401 and
 nothing else. 429: too many readers; 503: weights are being updated; both have a Retry-After. 410: the seed
@@ -33,6 +34,7 @@ from tensorlift.errors import RequestError
 from tensorlift.forking import metrics
 from tensorlift.forking.leases import LeaseRefusedError
 from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer
+from tensorlift.forking.sglang_answer import rank_of
 from tensorlift.forking.urls import placed
 
 if TYPE_CHECKING:
@@ -191,8 +193,20 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(404, metrics.MISSING.encode())
             else:
                 self._send(200, text, {"Content-Type": metrics.CONTENT_TYPE})
+        elif (rank := rank_of(self.path)) is not None:
+            self._sglang(rank)
         else:
             self._send(404)
+
+    def _sglang(self, rank: int) -> None:
+        found = self.seed.sglang(rank)
+        if isinstance(found, str):
+            self._send(307, more={"Location": f"{found}{self.path}"})
+        elif found is None:
+            error = {"error": {"message": f"there is no rank {rank} here that Mooncake offers"}}
+            self._send(400, msgspec.json.encode(error))
+        else:
+            self._send(200, msgspec.json.encode(found), {"Content-Type": "application/json"})
 
     def _post(self) -> None:
         length = self.headers.get("Content-Length", "")

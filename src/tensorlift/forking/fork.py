@@ -13,6 +13,7 @@ from tensorlift.errors import ForkError, OptionError, RequestError, SeedError
 from tensorlift.forking.chunks import DIGESTS, ChunkQueue
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
+from tensorlift.forking.fabrics import wired
 from tensorlift.forking.fallback import FILES, Fallback
 from tensorlift.forking.keys import checked_key, checked_token, told_key
 from tensorlift.forking.manifest import Layout, Manifest, ModelKey, differences
@@ -21,7 +22,7 @@ from tensorlift.forking.nics import chosen
 from tensorlift.forking.offering import Offering, gpu_of, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source
 from tensorlift.forking.throttle import parse_limit
-from tensorlift.forking.transports import TRANSPORTS, check_transports
+from tensorlift.forking.transports import FORKED, check_transports
 from tensorlift.forking.whole import unlike
 from tensorlift.format.quoting import plural
 from tensorlift.options import parse_count, parse_seconds, parse_size
@@ -43,6 +44,12 @@ class Forked:
 
     bytes: int
     seconds: float
+    planning_seconds: float
+    """Of them, until the first byte was asked for: manifests, what goes where."""
+    registering_seconds: float
+    """Of them, until an engine knew the memory to read from and to, while other chunks may have come: of the
+    connection that took longest, 0 for transports that need none.
+    """
     by_source: Mapping[str, int]
     """Bytes that came from each seed and were kept, by its URL, and from "files"."""
     moved_bytes: int
@@ -70,8 +77,9 @@ def fork_into(
     patience: float = 10.0,
     chunk_bytes: int | str = _CHUNK_BYTES,
     progress: Report | SourceReport | None = None,
-    transports: Sequence[str] = TRANSPORTS,
+    transports: Sequence[str] | None = None,
     devices: Sequence[str] | None = None,
+    protocol: str = "",
     limit: str | None = None,
     fallback: Any = None,
     digests: str = "full",
@@ -82,12 +90,12 @@ def fork_into(
     key: which weights are wanted, of the seed or of another rank behind its URL; without it those of the
     first seed. ca: a file of certificates (PEM) that https:// seeds are trusted by. connections: to each
     seed, at most 64. patience: seconds that a seed may do nothing, or keep a fork waiting (and see pace.py).
-    chunk_bytes: or "16MiB". transports: those that may be taken; devices: the NICs for those that take some.
-    limit: "2GB/s" to ask for, of all seeds together, or "25%" of the NICs' rate. Names, dtypes, shapes and
-    strides are compared before a byte is written. digests: "full", each chunk is compared with its digest;
-    "sample", some are (see chunks.checked); "off", none is. With the first two, whole tensors in host memory
-    are compared too, where the seed publishes their digests. Epochs always are. part_of: what each seed was
-    seen to have, by its URL, and has still; the model is a part. progress: see tensorlift.fork().
+    chunk_bytes: or "16MiB". transports: those that may be taken (memory, shm and tcp); devices, protocol: see
+    Seed. limit: "2GB/s" to ask for, of all seeds together, or "25%" of the NICs' rate. Names, dtypes, shapes
+    and strides are compared before a byte is written. digests: "full", each chunk is compared with its
+    digest; "sample", some are (see chunks.checked); "off", none is. With the first two, whole tensors in host
+    memory are compared too, where the seed publishes their digests. Epochs always are. part_of: what each
+    seed was seen to have, by its URL, and has still; the model is a part. progress: see tensorlift.fork().
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
     then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that
@@ -99,11 +107,11 @@ def fork_into(
     load_into or the function does; after an error the tensors' contents are undefined.
     """
     begin = time.monotonic()
-    kinds = check_transports(transports)
+    kinds = check_transports(FORKED if transports is None else transports)
     connections, patience, chunk_bytes = _checked(connections, patience, chunk_bytes, digests)
     ours = offer(named := named_tensors(model))
     secret, wanted = checked_token(token), None if key is None else checked_key(key)
-    nics = chosen(devices, kinds, 0 if wanted is None else wanted.tp[0], gpu_of(named))
+    nics = chosen(devices, kinds, 0 if wanted is None else wanted.tp[0], gpu_of(named), protocol)
     rate = parse_limit(limit, "limit", lambda: nics.rate)
     clients = _clients(urls, secret, patience, ca)
     files = None if fallback is None else Fallback(fallback, model, named, ours)
@@ -111,14 +119,12 @@ def fork_into(
     settle(named)
     fork = _Fork(
         clients, _Wanted(wanted, ours, kinds, part_of, digests != "off"), chunk_bytes, by_source(progress),
-        lambda work, sources: Reader(work, sources, secret, connections, patience, digests, kinds, rate),
+        lambda work, sources: Reader(
+            work, sources, secret, connections, patience, digests, kinds, wired(nics.names, protocol), rate
+        ),
     )  # fmt: skip
     (taken, weights), came, own = _filled(fork, files)
-    return Forked(
-        bytes=sum(came.values()), seconds=time.monotonic() - begin, by_source=came,
-        moved_bytes=fork.moved + came.get(FILES, 0), key=taken or wanted, weights=weights,
-        transports=fork.transports, left=tuple(f"{name}: {why}" for name, why in fork.left.items()), own=own,
-    )  # fmt: skip
+    return fork.told(time.monotonic() - begin, came, taken or wanted, weights, own)
 
 
 def _checked(
@@ -184,12 +190,14 @@ class _Fork:
         self._queue = ChunkQueue(())
         self.left: dict[str, str] = {}
         self.moved = 0
+        self.planning_seconds = self.registering_seconds = 0.0
 
     def run(self) -> tuple[ModelKey, str]:
         """Key and version of the weights, once all have come; ForkError, SeedError, ManifestError."""
         ours, part_of = self._wanted.ours, self._wanted.part_of
         attempts = _ATTEMPTS if part_of is None else 1
         for _ in range(attempts):
+            begin = time.monotonic()
             sources = _sources(self._clients, self._wanted, self.left)
             manifest = sources[0].manifest
             copies = copies_of(manifest.tensors, ours.tensors, ours.memories)
@@ -197,7 +205,9 @@ class _Fork:
             total = sum(errand.chunk.nbytes for errand in self._work)
             reader = self._reader_of(self._work, sources)
             self._queue = reader.queue
+            self.planning_seconds += time.monotonic() - begin
             reader.run(functools.partial(_tell, self.progress, total))
+            self.registering_seconds += max((one.registering for one in sources), default=0.0)
             self.moved += sum(self._queue.moved_bytes.values())
             self.transports |= {one.name: one.transport for one in sources if one.transport}
             self.left |= {source.name: source.gone for source in sources if source.gone}
@@ -213,6 +223,29 @@ class _Fork:
         raise ForkError(
             f"{self._clients[0].url}: the weights have changed {plural(attempts, 'time')} while they were "
             "read; fork when they rest, or load from files"
+        )
+
+    def told(
+        self,
+        seconds: float,
+        by_source: Mapping[str, int],
+        key: ModelKey | None,
+        weights: str,
+        own: tuple[str, ...],
+    ) -> Forked:
+        """What was done in all."""
+        return Forked(
+            bytes=sum(by_source.values()),
+            seconds=seconds,
+            planning_seconds=self.planning_seconds,
+            registering_seconds=self.registering_seconds,
+            by_source=by_source,
+            moved_bytes=self.moved + by_source.get(FILES, 0),
+            key=key,
+            weights=weights,
+            transports=self.transports,
+            left=tuple(f"{name}: {why}" for name, why in self.left.items()),
+            own=own,
         )
 
     def kept_bytes(self) -> dict[str, int]:
@@ -316,7 +349,10 @@ def _check(client: SeedClient, manifest: Manifest, wanted: _Wanted, layouts: Seq
             "(before or after processing), and the module itself, not its state_dict()"
         )
     if not any(offer.kind in wanted.kinds for offer in manifest.transports):
-        raise ForkError(f"{client.url} offers no transport that this fork takes: {', '.join(wanted.kinds)}")
+        off = "".join(f"; {kind} is off there: {why}" for kind, why in manifest.off.items())
+        raise ForkError(
+            f"{client.url} offers no transport that this fork takes: {', '.join(wanted.kinds)}{off}"
+        )
 
 
 def _alike(one: Manifest, other: Manifest) -> bool:

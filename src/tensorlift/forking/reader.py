@@ -12,11 +12,12 @@ from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import SeedError
 from tensorlift.forking.chunks import ChunkQueue, checked
 from tensorlift.forking.client import SeedClient
+from tensorlift.forking.fabrics import ANY, Wiring
 from tensorlift.forking.manifest import Manifest
 from tensorlift.forking.matching import Errand
 from tensorlift.forking.pace import Held, Pace
 from tensorlift.forking.throttle import Pacer
-from tensorlift.forking.transports import TRANSPORTS, Connection, connect
+from tensorlift.forking.transports import FORKED, Connection, connect
 
 __all__ = ["Reader", "Source"]
 
@@ -49,6 +50,8 @@ class Source:
     connections: list[Connection] = field(default_factory=list)
     idle: int = 0
     """Connections that wait for something to do."""
+    registering: float = 0.0
+    """Seconds until memory was registered, of the connection that took longest."""
     closed_bytes: int = 0
     """What came over connections that are no more."""
 
@@ -74,12 +77,14 @@ class Reader:
         connections: int,
         patience: float,
         digests: str,
-        transports: Sequence[str] = TRANSPORTS,
+        transports: Sequence[str] = FORKED,
+        wiring: Wiring = ANY,
         limit: int | None = None,
     ) -> None:
         """``connections``: to each source; ``patience``: seconds that one may do nothing; see checked().
         ``limit``: bytes a second, from all sources together.
         """
+        self._wiring = wiring
         chunks = [errand.chunk for errand in errands]
         self.queue, self._checked = ChunkQueue(chunks), checked(chunks, digests)
         self._pace, self._pacer = Pace(patience), Pacer(limit or 0)
@@ -202,8 +207,9 @@ class Reader:
 
     def _pull(self, source: Source) -> None:
         made = connect(
-            source.manifest.transports, self._token, source.lease, self._patience, self._transports
-        )
+            source.manifest.transports, self._token, source.lease, self._patience, self._transports,
+            self._wiring,
+        )  # fmt: skip
         connection = made.connection
         try:
             with self._state:
@@ -213,6 +219,7 @@ class Reader:
         finally:
             with self._state:
                 source.transport = made.transport
+                source.registering = max(source.registering, connection.registering)
                 if connection in source.connections:
                     source.closed_bytes += connection.moved
                     source.connections.remove(connection)
