@@ -10,6 +10,7 @@ command -v g++ >/dev/null || missing+=(g++)
 command -v git >/dev/null || missing+=(git)
 [ -e /usr/include/liburing.h ] || missing+=(liburing-dev)
 [ -e /usr/include/xxhash.h ] || missing+=(libxxhash-dev)
+[ -n "$(find /usr/lib -name 'libibverbs.so.1' -print -quit)" ] || missing+=(libibverbs1)
 command -v nft >/dev/null || [ -x /usr/sbin/nft ] || missing+=(nftables)
 if [ "${2:-}" = tests ]; then
     command -v chromium >/dev/null || missing+=(chromium)

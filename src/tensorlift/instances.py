@@ -14,8 +14,9 @@ from tensorlift.forking.fork import Forked, fork_into
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
+from tensorlift.forking.sglang import fork_from_sglang, is_sglang
 from tensorlift.options import parse_count, parse_seconds
-from tensorlift.progress import Report, reporter
+from tensorlift.progress import Report, SourceReport, by_source, reporter
 
 __all__ = ["fork", "seed"]
 
@@ -59,7 +60,7 @@ def fork(
     into: object,
     token: str | None = None,
     key: ModelKey | str | None = None,
-    progress: bool | Report | None = None,
+    progress: bool | Report | SourceReport | None = None,
     registry: str | Sequence[str] | None = None,
     place: str | None = None,
     seeds: int = 1,
@@ -68,10 +69,12 @@ def fork(
 ) -> Forked:
     """Fills the tensors of a model from a running instance.
 
-    source: the URL of a seed, or of several with the same weights, of which all are read at once. into: a
+    source: the URL of a seed, or of several with the same weights, of which all are read at once; or
+    sglang+http://host:port, a server of SGLang (docs/fork.md). into: a
     torch.nn.Module or a dict of tensors, with the names, dtypes, shapes and strides of the seed's. key: which
     weights of the instance are wanted (rank, role); without it those of the seed itself. progress: a bar on
-    stderr, or a function that is called with (bytes done, bytes in all).
+    stderr, or a function that is called with (bytes done, bytes in all), and with by_source, bytes by URL and
+    "files", if it has a parameter of that name.
 
     registry: instead of a source, who knows seeds of the key (docs/fleet.md). place: see seed(). seeds: how
     many of them are read at once. wait: seconds that one with room is waited for. Other options are those of
@@ -81,6 +84,8 @@ def fork(
     if (source is None) == (registry is None):
         raise OptionError(f"a fork wants either the URL of a seed or a registry: {FORMS}")
     with reporter(progress) as report:
+        if isinstance(source, str) and is_sglang(source):
+            return fork_from_sglang(into, source, token=token, key=key, progress=report, **options)
         if source is not None:
             return fork_into(into, source, token=token, key=key, progress=report, **options)
         if key is None:
@@ -90,6 +95,5 @@ def fork(
         assert registry is not None
         known = registry_of(registry, checked_token(token), options.get("ca"))
         with Asked(known, wanted, near, count, wait) as asked:
-            return fork_into(
-                into, asked.seeds, token=token, key=wanted, progress=asked.progress(report), **options
-            )
+            told = asked.progress(by_source(report))
+            return fork_into(into, asked.seeds, token=token, key=wanted, progress=told, **options)

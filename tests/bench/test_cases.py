@@ -17,6 +17,7 @@ from tensorlift.bench import cases
 from tensorlift.bench.geometry import MODELS, Model, Spec
 from tensorlift.bench.parity import compare_bytes
 from tensorlift.errors import FileError, MachineError, RequestError
+from tensorlift.sources import writing
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_shards_are_cut_as_published() -> None:
     parts = cases.in_shards(MODELS["llama-3-8b"].specs(), None)
     # The published checkpoint has 4 files.
     assert len(parts) == 4
-    assert all(sum(spec.nbytes for spec in part) <= cases.SHARD_BYTES for part in parts)
+    assert all(sum(spec.nbytes for spec in part) <= writing.SHARD_BYTES for part in parts)
 
 
 def test_file_is_in_the_order_of_the_library_that_writes_them(tmp_path: Path, tiny: str) -> None:
@@ -141,7 +142,9 @@ def test_refuses_to_overwrite(tmp_path: Path, tiny: str) -> None:
 def test_no_room_is_said_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: str
 ) -> None:
-    monkeypatch.setattr(cases.shutil, "disk_usage", lambda _: cases.shutil._ntuple_diskusage(9000, 8999, 1))
+    monkeypatch.setattr(
+        writing.shutil, "disk_usage", lambda _: writing.shutil._ntuple_diskusage(9000, 8999, 1)
+    )
     with pytest.raises(MachineError, match=r"0\.00 GB are free"):
         cases.write_model(tmp_path, tiny)
     assert list(tmp_path.iterdir()) == []
@@ -190,7 +193,7 @@ def test_killed_run_is_seen_as_incomplete(tmp_path: Path, monkeypatch: pytest.Mo
 
 def free(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(
-        cases.shutil, "disk_usage", lambda _: cases.shutil._ntuple_diskusage(1 << 40, 0, nbytes)
+        writing.shutil, "disk_usage", lambda _: writing.shutil._ntuple_diskusage(1 << 40, 0, nbytes)
     )
 
 

@@ -16,14 +16,15 @@ from typer.testing import CliRunner
 
 import tensorlift
 from support.checkpoints import Written, random_checkpoint
+from support.seeds import nobody
 from support.tensors import assert_state
 from support.waiting import until, when
-from tensorlift.bench import cases
 from tensorlift.cli import fork as verb
 from tensorlift.cli.main import app
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
 from tensorlift.forking.tokens import TOKEN_VARIABLE
+from tensorlift.sources import writing
 
 KEY = ModelKey(model="org/model", processed=False)
 
@@ -61,7 +62,7 @@ def test_one_file(url: str, written: Written, tmp_path: Path, monkeypatch: pytes
 
 
 def test_several_files(url: str, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 20_000)
     code, out, _ = run("fork", url.replace("http", "tensorlift") + "/org/model", "--out", tmp_path / "out")
     assert code == 0
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
@@ -70,6 +71,23 @@ def test_several_files(url: str, written: Written, tmp_path: Path, monkeypatch: 
     assert f"{len(files)} files\n" in out
     assert f" from {url} in " in out
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    assert_state(tensorlift.load(tmp_path / "out"), written.tensors, ordered=False)
+
+
+def test_several_seeds(url: str, written: Written, tmp_path: Path) -> None:
+    """What came of which is said; so is who was left, and why."""
+    with Seed(tensorlift.load(written.path), KEY) as other:
+        urls = [url, other.url.replace("http", "tensorlift") + "/org/model", nobody()]
+        code, out, err = run("fork", *urls, "--out", tmp_path / "out", "--json")
+        assert (code, err) == (0, "")
+        facts = json.loads(out)
+        assert set(facts["by_source"]) <= {url, other.url}
+        assert sum(facts["by_source"].values()) == facts["bytes"]
+        assert facts["left"][0].startswith(f"{urls[2]}: cannot be reached: ")
+        code, out, err = run("fork", *urls, "--out", tmp_path / "out", "--force", "--progress")
+    assert code == 0
+    assert f"left behind: {urls[2]}: cannot be reached: " in out
+    assert "from 3 seeds" in err
     assert_state(tensorlift.load(tmp_path / "out"), written.tensors, ordered=False)
 
 

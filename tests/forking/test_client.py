@@ -101,10 +101,11 @@ def test_a_lease_is_given_back_by_who_waits_for_another(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     with Seed(offered, "m") as first, Seed(offered, "m", readers=1) as second:
-        held = SeedClient(second.url).lease(30.0)
-        monkeypatch.setattr(reader.time, "sleep", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            fork_into({"a": torch.zeros(5)}, [first.url, second.url], patience=60.0)
+        held = SeedClient(second.url).lease(0.5)
+        with monkeypatch.context() as patched:
+            patched.setattr(reader.time, "sleep", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                fork_into({"a": torch.zeros(5)}, [first.url, second.url], patience=60.0)
         assert first.stats()["readers"] == 0
         SeedClient(second.url).release(held.id)
 

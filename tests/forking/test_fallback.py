@@ -85,16 +85,20 @@ def clean() -> Iterator[None]:
         yield
 
 
-def half(offered: object, model: object, path: str, chunks: int = 10) -> tuple[str, Forked]:
+def half(offered: object, model: object, path: object, chunks: int = 10, **more: Any) -> tuple[str, Forked]:
     """A fork of a seed that ends once it has sent so many chunks."""
     seed = Seed(offered, KEY, limit="50KB/s")
     with when(lambda: seed.stats()["sent_chunks"] >= chunks, seed.close):
-        return seed.url, fork_into(model, seed.url, fallback=path, **SMALL)
+        return seed.url, fork_into(model, seed.url, fallback=path, **SMALL, **more)
 
 
 def test_without_a_seed_all_comes_from_files(path: str) -> None:
-    model, told = Model(2), list[tuple[int, int]]()
-    result = fork_into(model, nobody(), fallback=path, progress=lambda *at: told.append(at), **SMALL)
+    model, told = Model(2), list[tuple[int, int, dict[str, int]]]()
+
+    def progress(done: int, total: int, by_source: dict[str, int]) -> None:
+        told.append((done, total, dict(by_source)))
+
+    result = fork_into(model, nobody(), fallback=path, progress=progress, **SMALL)
     assert same(model, saved(Model(1)))
     assert result.by_source == {"files": result.bytes}
     assert result.bytes == sum(tensor.nbytes for tensor in saved(model).values())
@@ -104,7 +108,7 @@ def test_without_a_seed_all_comes_from_files(path: str) -> None:
     assert result.own == ("rope",)
     assert torch.equal(model.rope, torch.full((7,), 2.0))
     assert model.head is model.w03
-    assert told[-1] == (result.bytes, result.bytes)
+    assert told[-1] == (result.bytes, result.bytes, result.by_source)
 
 
 def test_with_a_seed_no_file_is_opened() -> None:
@@ -119,10 +123,16 @@ def test_with_a_seed_no_file_is_opened() -> None:
 
 def test_with_digests_what_came_whole_stays(path: str) -> None:
     digest(path)
-    model = Model(2)
-    url, result = half(Model(1), model, path)
+    model, told = Model(2), list[dict[str, int]]()
+
+    def progress(done: int, total: int, by_source: dict[str, int]) -> None:
+        told.append(dict(by_source))
+        assert done == sum(by_source.values()) <= total
+
+    url, result = half(Model(1), model, path, progress=progress)
     assert same(model, saved(Model(1)))
     assert set(result.by_source) == {url, "files"}
+    assert told[-1] == result.by_source
     assert result.by_source[url] >= 4 * 8000
     assert sum(result.by_source.values()) == result.bytes
     assert result.bytes == sum(tensor.nbytes for tensor in saved(model).values())
@@ -170,10 +180,51 @@ def test_what_no_file_has(path: str) -> None:
     """Computed behind a load: nobody can say of which version it is."""
     digest(path)
     with pytest.raises(
-        ForkError, match=r"cannot stand in for the seeds: 1 tensor of the model are in no file: 'scale'; they"
+        ForkError,
+        match=r"cannot stand in for the seeds: 1 tensor of the model are in no file: 'scale'; they "
+        "are computed behind a load: fork again, or give a fallback that is a function",
     ) as caught:
         half(Model(1, derived=True), Model(2, derived=True), path)
     assert "could not be had" in str(caught.value.__cause__)
+
+
+def test_a_function_loads_what_no_file_has(path: str) -> None:
+    """Which finds what is not saved as it was, and does what the engine does behind a load."""
+    model, told = Model(2, derived=True), list[tuple[int, int]]()
+    offered = Model(1, derived=True)
+    found = []
+
+    def load(into: Any) -> None:
+        assert into is model
+        found.extend([into.scale.clone(), into.rope.clone()])
+        tensorlift.load_into(into, path)
+        into.scale.copy_(into.steps.expand(3))
+
+    progress = lambda done, total: told.append((done, total))  # noqa: E731
+    url, result = half(offered, model, load, chunks=24, progress=progress)
+    assert same(model, saved(Model(1)))
+    assert torch.equal(model.scale, torch.full((3,), 1.0))
+    assert torch.equal(found[0], torch.full((3,), 2.0))
+    assert torch.equal(found[1], torch.full((7,), 2.0))
+    assert result.by_source == {"files": result.bytes}
+    assert result.bytes == sum(t.nbytes for t in (*saved(model).values(), model.rope, model.scale))
+    assert told[-1] == (result.bytes, result.bytes)
+    assert (result.weights, result.own, result.key) == ("", (), None)
+    assert result.left[0].startswith(url)
+
+
+def test_a_function_that_fails_or_is_not_needed() -> None:
+    def load(_: object) -> None:
+        raise ZeroDivisionError("the engine's own")
+
+    with pytest.raises(ZeroDivisionError, match="the engine's own") as caught:
+        fork_into(Model(2, derived=True), nobody(), fallback=load, **SMALL)
+    assert "cannot be reached" in str(caught.value.__cause__)
+    with Seed(Model(1, derived=True), KEY) as seed:
+        model = Model(2, derived=True)
+        result = fork_into(model, seed.url, fallback=load, **SMALL)
+        assert result.by_source == {seed.url: result.bytes}
+        assert torch.equal(model.scale, torch.full((3,), 1.0))
 
 
 @pytest.mark.parametrize(

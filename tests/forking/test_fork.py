@@ -108,8 +108,22 @@ def test_weights_in_shared_memory() -> None:
         assert [int(tensor.unique()) for tensor in mine.values()] == list(range(5))
 
 
+def test_progress_by_source() -> None:
+    """For who asks for it by name, as it comes; one that does not is told of all together."""
+    told: list[tuple[int, int, dict[str, int]]] = []
+
+    def progress(done: int, total: int, by_source: dict[str, int]) -> None:
+        told.append((done, total, dict(by_source)))
+
+    with Seed(Model(1), KEY) as one, Seed(Model(1), KEY) as other:
+        result = fork_into(Model(2), [one.url, other.url], progress=progress, **SMALL)
+    assert told[-1] == (result.bytes, result.bytes, result.by_source)
+    assert all(done == sum(came.values()) for done, _, came in told)
+    assert all(set(came) <= {one.url, other.url} for _, _, came in told)
+
+
 def test_a_part_of_what_was_seen(seed: Seed) -> None:
-    seen = SeedClient(seed.url).manifest()
+    seen = {seed.url: SeedClient(seed.url).manifest()}
     wanted = Model(1).state_dict()
     part = {name: torch.zeros_like(wanted[name]) for name in ("layers.2.bias", "tied.weight")}
     result = fork_into(part, seed.url, part_of=seen, **SMALL)

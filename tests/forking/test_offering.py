@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import tensorlift
 from support.checkpoints import random_row, write_safetensors
 from support.tensors import raw
 from tensorlift.errors import RequestError
+from tensorlift.forking import offering
 from tensorlift.forking.manifest import Manifest, ModelKey, decode, encode, layout_digest
 from tensorlift.forking.offering import Named, Offering, blocks_of, named_tensors, offer
 
@@ -136,3 +138,11 @@ def test_blocks_of_a_snapshot() -> None:
     assert found.extents.stops.tolist() == [1100, 1157, 5010, 5060]
     assert found.segments.tolist() == [1000, 1000, 5000, 5000]
     assert len(blocks_of([], 0).segments) == 0
+
+
+def test_where_the_first_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offering, "pci_address", lambda index: f"0000:0{index}:00.0")
+    devices = [torch.device("cpu"), torch.device("cuda:3"), torch.device("cuda:1")]
+    found: list[Any] = [SimpleNamespace(tensor=SimpleNamespace(device=device)) for device in devices]
+    assert offering.gpu_of(found) == "0000:03:00.0"
+    assert offering.gpu_of(found[:1]) is None

@@ -16,13 +16,18 @@ from support import leaks
 from support.proxies import Dripping
 from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import ForkError, OptionError
+from tensorlift.forking import fork as forks
 from tensorlift.forking import reader
+from tensorlift.forking import seed as seeds
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.connection import SocketConnection
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import Manifest, ModelKey, Offer
+from tensorlift.forking.nics import Choice
 from tensorlift.forking.seed import Seed
+from tensorlift.forking.throttle import Pacer
+from tensorlift.forking.topology import Nic
 
 KEY = ModelKey(model="org/model")
 CHUNK = 8000
@@ -225,3 +230,68 @@ def test_an_update_between_lease_and_handshake(monkeypatch: pytest.MonkeyPatch) 
         result = fork_into(found, seed.url, connections=1, chunk_bytes=CHUNK, patience=60.0)
         assert same(found, 2)
         assert (result.weights, result.left) == ("2", ())
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """At which rates chunks were asked for, and how many bytes; nobody waits."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(Pacer, "wait", lambda _: 0.0)
+    monkeypatch.setattr(
+        Pacer, "asked", lambda self, nbytes: found.append((self.rate, nbytes)) if self.rate else None
+    )
+    return found
+
+
+def test_a_forks_own_limit_is_of_all_seeds_together(paced: list[tuple[int, int]]) -> None:
+    with Seed(weights(1), KEY) as one, Seed(weights(1), KEY) as other:
+        found = weights(0)
+        fork_into(found, [one.url, other.url], chunk_bytes=CHUNK, limit="40MB/s")
+        assert same(found, 1)
+        assert paced == [(40_000_000, CHUNK)] * 30
+
+
+def test_a_limit_takes_its_time() -> None:
+    """At least as long as all chunks but the last one do; and nobody is left for it."""
+    with Seed(weights(1), KEY) as seed:
+        found = weights(0)
+        result = fork_into(found, seed.url, chunk_bytes=CHUNK, limit="400KB/s")
+        assert same(found, 1)
+        assert result.seconds >= 29 * CHUNK / 400_000
+        assert result.left == ()
+
+
+def test_limits_and_nics_that_cannot_be() -> None:
+    for make in (
+        lambda **more: Seed(weights(1), KEY, **more),
+        lambda **more: fork_into(weights(0), "http://127.0.0.1:1", **more),
+    ):
+        with pytest.raises(OptionError, match="no transport here takes NICs"):
+            make(devices=["mlx5_8"])
+        with pytest.raises(OptionError, match="limit is '25%', but the kernel does not tell how fast"):
+            make(limit="25%")
+        with pytest.raises(OptionError, match="limit is 'fast'; expected"):
+            make(limit="fast")
+
+
+def test_a_share_of_the_nics_rate(monkeypatch: pytest.MonkeyPatch, paced: list[tuple[int, int]]) -> None:
+    """Which are known by the GPU that the weights are on, and the rank of the key."""
+    asked = []
+
+    def chosen(*given: Any) -> Choice:
+        asked.append(given)
+        return Choice((Nic("mlx5_3", 50_000_000_000),), "a test")
+
+    monkeypatch.setattr(seeds, "chosen", chosen)
+    monkeypatch.setattr(forks, "chosen", chosen)
+    key = ModelKey(model="m", tp=(3, 4))
+    limits = []
+    served = seeds.Served
+    monkeypatch.setattr(
+        seeds, "Served", lambda *given, **more: limits.append(more["limit"]) or served(*given, **more)
+    )
+    with Seed(weights(1), key, limit="25%", devices=["^mlx5_0"]) as seed:
+        assert limits == [12_500_000_000]
+        fork_into(weights(0), seed.url, key=key, chunk_bytes=CHUNK, limit="10%")
+    assert paced == [(5_000_000_000, CHUNK)] * 30
+    assert [(given[0], *given[2:4]) for given in asked] == [(["^mlx5_0"], 3, None), (None, 3, None)]

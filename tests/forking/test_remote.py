@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from support import leaks
+from support.seeds import nobody
 from support.tensors import raw
 from tensorlift.errors import ForkError, ManifestError, OptionError, OutOfMemoryError, RequestError, SeedError
 from tensorlift.forking import remote
@@ -182,6 +183,40 @@ def test_another_instance_on_the_same_port() -> None:
         table = SeedCheckpoint(url_of(seed.url, ""))
         port = int(seed.url.rpartition(":")[2])
     with Seed(tensors(), KEY, port=port), pytest.raises(ForkError, match="or it is another instance"):
+        list(table.stream(["half"], 100, lambda done: None))
+
+
+def test_several_seeds() -> None:
+    """Each brings some; one that ends is not asked again; those that are not alike are left at once."""
+    with (
+        leaks.nothing_left(), Seed(tensors(), KEY) as one, Seed(tensors(), KEY) as other,
+        Seed(tensors(), KEY, weights="2") as newer,
+    ):  # fmt: skip
+        urls = [nobody(), one.url, newer.url, other.url]
+        table = SeedCheckpoint([url_of(url, "org/a model") for url in urls], as_it_is=True)
+        assert set(table.left) == {urls[0], newer.url}
+        assert table.left[newer.url].startswith("it has other weights than the first seed")
+        stream = table.stream(table.names, 1, lambda done: None)
+        came = [bytes(next(stream)), bytes(next(stream))]
+        first = dict(table.by_source)
+        assert set(first) <= {one.url, other.url}
+        other.close()
+        came += [bytes(part) for part in stream]
+        assert came == [raw(tensors()[name].contiguous()) for name in table.names]
+        assert "cannot be reached" in table.left[other.url]
+        assert table.by_source[one.url] > first.get(one.url, 0)
+        assert table.by_source.get(other.url) == first.get(other.url)
+        with pytest.raises(ForkError, match="the seed has 'org/a model', not 'x'"):
+            SeedCheckpoint([url_of(one.url, "x")])
+        with pytest.raises(ForkError, match=r"none of 2 seeds can be read: .*, not 'x'; .*, not 'y'"):
+            SeedCheckpoint([url_of(one.url, "x"), url_of(newer.url, "y")])
+
+
+def test_the_last_seed_is_asked_again() -> None:
+    """Where nobody else is there, why it cannot be read is an error."""
+    with Seed(tensors(), KEY) as one, Seed(tensors(), KEY) as other:
+        table = SeedCheckpoint([url_of(one.url, ""), url_of(other.url, "")])
+    with pytest.raises(SeedError, match="none of 2 seeds can be read"):
         list(table.stream(["half"], 100, lambda done: None))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from support import leaks
+from support import leaks, one_sided
 from support.waiting import until
 from tensorlift.engine.abi_fork import Memory, Outcome
 from tensorlift.errors import OptionError
@@ -26,13 +26,22 @@ from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.connection import NotHereError
 from tensorlift.forking.manifest import Layout, Offer
 from tensorlift.forking.shared_memory import shared_tensors
-from tensorlift.forking.transports import Connected, Connection, Served, check_transports, connect
+from tensorlift.forking.transports import (
+    Connected,
+    Connection,
+    Served,
+    check_transports,
+    connect,
+)
 
 MIB = 1 << 20
 SIZES = (5 * MIB + 3, 100, 0)
 LEASE, TOKEN, PATIENCE = "a" * 32, "s\u00e9cret", 60.0
-WAYS = ("memory", "shm-memfd", "shm-readv", "tcp")
-HOW = {"memory": "memory", "shm-memfd": "shm (memfd)", "shm-readv": "shm (process_vm_readv)", "tcp": "tcp"}
+WAYS = ("memory", "shm-memfd", "shm-readv", "tcp", *one_sided.WAYS)
+HOW = {
+    "memory": "memory", "shm-memfd": "shm (memfd)", "shm-readv": "shm (process_vm_readv)", "tcp": "tcp",
+    "mooncake": "mooncake (tcp)", "nixl": "nixl (UCX, tcp)",
+}  # fmt: skip
 Array = npt.NDArray[np.uint8]
 
 
@@ -41,11 +50,15 @@ def contents() -> list[Array]:
     return [random.integers(0, 256, size, np.uint8) for size in SIZES]
 
 
+def kind_of(way: str) -> str:
+    return way.split("-")[0]
+
+
 class Seed:
     """Regions in the kind of memory that a way wants, and a server of them."""
 
     def __init__(self, way: str, limit: int | None = None, epoch: int = 0) -> None:
-        self.way, self.regions = way, contents()
+        self.way, self.kind, self.regions = way, kind_of(way), contents()
         if way == "shm-memfd":
             made = shared_tensors([Layout(f"r{k}", "uint8", (n,), (1,)) for k, n in enumerate(SIZES)])
             shared = [tensor.numpy() for tensor in made.values()]
@@ -55,12 +68,13 @@ class Seed:
         self.leases = {LEASE}
         places = [Memory(array.ctypes.data, array.nbytes) for array in self.regions]
         self.served = Served(
-            places, self.leases.__contains__, token=TOKEN, limit=limit, transports=[way.split("-")[0]]
-        )
+            places, self.leases.__contains__, token=TOKEN, limit=limit, transports=[self.kind],
+            wiring=one_sided.OVER_TCP, owner=self.regions,
+        )  # fmt: skip
         self.served.set_epoch(epoch, True)
 
     def connect(self, token: str = TOKEN, lease: str = LEASE) -> Connection:
-        found = connect(self.served.offers, token, lease, PATIENCE)
+        found = connect(self.served.offers, token, lease, PATIENCE, [self.kind], one_sided.OVER_TCP)
         assert found.transport == HOW[self.way]
         return found.connection
 
@@ -71,12 +85,13 @@ class Seed:
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> str:
+    one_sided.need(request.param)
     return str(request.param)
 
 
 @contextlib.contextmanager
 def running(way: str, **more: Any) -> Iterator[Seed]:
-    with leaks.nothing_left():
+    with one_sided.nothing_left() if way in one_sided.WAYS else leaks.nothing_left():
         made = Seed(way, **more)
         try:
             yield made
@@ -266,7 +281,7 @@ def test_connections_at_once(seed: Seed) -> None:
 def main() -> None:
     """A seed in a process of its own, until its standard input ends: way."""
     seed = Seed(sys.argv[1])
-    print(json.dumps([(offer.kind, offer.address) for offer in seed.served.offers]), flush=True)
+    print("\n" + json.dumps([(offer.kind, offer.address) for offer in seed.served.offers]), flush=True)
     sys.stdin.read()
     seed.close()
 
@@ -281,8 +296,8 @@ def apart(way: str) -> Iterator[tuple[subprocess.Popen[str], Connected]]:
     )  # fmt: skip
     try:
         assert child.stdout is not None
-        offers = [Offer(*pair) for pair in json.loads(child.stdout.readline())]
-        found = connect(offers, TOKEN, LEASE, PATIENCE)
+        offers = [Offer(*pair) for pair in json.loads(one_sided.said(child))]
+        found = connect(offers, TOKEN, LEASE, PATIENCE, [kind_of(way)], one_sided.OVER_TCP)
         yield child, found
         found.connection.close()
     finally:
@@ -291,6 +306,7 @@ def apart(way: str) -> Iterator[tuple[subprocess.Popen[str], Connected]]:
 
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_a_seed_in_another_process_which_is_killed(way: str) -> None:
+    one_sided.need(way)
     with apart(way) as (child, found):
         assert found.transport == HOW[way]
         assert fetch(found.connection, Chunk(0, 0, SIZES[0])) == (Outcome.OK, contents()[0].tobytes())
@@ -350,7 +366,7 @@ def test_a_seed_does_without_what_cannot_be_had(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("given", ["tcp", [], ["tcp", "rdma"]])
 def test_transports_that_there_are_not(given: Any) -> None:
-    with pytest.raises(OptionError, match="expected some of memory, shm, tcp, in a list"):
+    with pytest.raises(OptionError, match="expected some of memory, shm, mooncake, nixl, tcp, in a list"):
         check_transports(given)
     assert check_transports(["tcp", "shm"]) == ("shm", "tcp")
 

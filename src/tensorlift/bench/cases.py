@@ -1,79 +1,38 @@
-"""Checkpoints that are written: synthetic ones with the geometry of real models, at the speed of the file
-system, and tensors that somebody has.
+"""Synthetic checkpoints with the geometry of real models, written at the speed of the file system.
 
 The bytes come from one random block that is laid down again and again from different places, so that writing
 takes no time for making them and two tensors of one size still differ.
-
-Files are written into a folder of the run's own, under names that no loader takes. Once all are there they
-get their place, the index before the shards: a run that was cut off leaves nothing that looks like a
-checkpoint, or an index whose shards are missing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
-import json
 import os
-import shutil
-import struct
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tensorlift.bench.geometry import MODELS, Spec
+from tensorlift.bench.geometry import MODELS
 from tensorlift.engine.machine import usable_cpus
-from tensorlift.errors import MachineError, RequestError
-from tensorlift.format import dtypes
-from tensorlift.format.quoting import plural
+from tensorlift.errors import RequestError
+from tensorlift.sources.writing import Case, Spec, header_of, in_order, in_shards, write_checkpoint
 
 __all__ = [
-    "SHARD_BYTES",
     "Case",
     "Spec",
     "in_shards",
     "nvfp4_moe",
     "qwen3_moe",
-    "write_checkpoint",
     "write_holes",
     "write_model",
     "write_shards",
-    "write_tensors",
 ]
 
-SHARD_BYTES = 5_000_000_000
-"""Size of published shards: transformers and huggingface_hub cut at "5GB" unless told otherwise."""
-
-_INDEX = "model.safetensors.index.json"
-_UNFINISHED = ".unfinished"
-_UNDER_WAY = ".tensorlift-unfinished-"
 # Odd, so that no power of two of a file's bytes meets the same place of the block again.
 _BLOCK_BYTES = (64 << 20) + 4099
 _WRITE_BYTES = 32 << 20
-
-Read = Callable[[Sequence[str]], Iterable[memoryview]]
-"""The bytes of the tensors of these names, in this order."""
-WriteFile = Callable[[Path, Sequence[Spec], int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A checkpoint that was written."""
-
-    folder: Path
-    files: tuple[Path, ...]
-    tensors: int
-    nbytes: int  # data only, headers left out
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of its files, headers included."""
-        return sum(file.stat().st_size for file in self.files)
 
 
 def write_model(
@@ -130,21 +89,6 @@ def nvfp4_moe(
     return write_shards(folder, parts)
 
 
-def in_shards(specs: Sequence[Spec], shards: int | None) -> list[list[Spec]]:
-    """Cuts the list into so many shards of about the same bytes, or at SHARD_BYTES; in order."""
-    share = SHARD_BYTES if shards is None else sum(spec.nbytes for spec in specs) / shards
-    parts: list[list[Spec]] = [[]]
-    held = 0
-    for spec in specs:
-        full = held + spec.nbytes > share if shards is None else held >= share and len(parts) < shards
-        if full and parts[-1]:
-            parts.append([])
-            held = 0
-        parts[-1].append(spec)
-        held += spec.nbytes
-    return parts
-
-
 def write_shards(folder: Path, shards: Sequence[Sequence[Spec]], seed: int = 0, keep: bool = False) -> Case:
     """Writes random bytes, of a seed; see write_checkpoint()."""
     block = functools.lru_cache(_block)
@@ -156,64 +100,12 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Spec]], seed: int = 0, 
         return write_checkpoint(folder, shards, write, keep)
 
 
-def write_tensors(folder: Path, specs: Sequence[Spec], read: Read, keep: bool = False) -> Case:
-    """Writes tensors that somebody has, in files of SHARD_BYTES; see write_checkpoint()."""
-
-    def write(file: Path, specs: Sequence[Spec], number: int) -> None:
-        header, _ = _header(specs)
-        with open(file, "wb") as out:
-            out.write(header)
-            for part in read([spec.name for spec in specs]):
-                out.write(part)
-
-    return write_checkpoint(folder, _in_order(in_shards(specs, None)), write, keep)
-
-
-def write_checkpoint(
-    folder: Path, shards: Sequence[Sequence[Spec]], write: WriteFile, keep: bool = False
-) -> Case:
-    """Writes one file a list of tensors, and an index when there is more than one.
-
-    Args:
-        folder: made if it is not there.
-        shards: the tensors of each file, in file order.
-        write: called with a file to write, its tensors, and its number.
-        keep: refuse where the folder holds a checkpoint; else that is removed once the new one is written, or
-            before where there is no room for both.
-
-    Raises:
-        RequestError: something is there already, or is being written.
-        MachineError: there is not enough room, or writing failed.
-    """
-    count = len(shards)
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    if count == 1:
-        names = ["model.safetensors"]
-    total = sum(spec.nbytes for specs in shards for spec in specs)
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise RequestError(f"{folder} is a file; name a folder to write the checkpoint to")
-        _check_room(folder, total, () if keep else _checkpoint_in(folder))
-        with _made(folder), _alone(folder):
-            old = _checkpoint_in(folder)
-            if old and keep:
-                raise RequestError(
-                    f"{folder} holds a checkpoint already: {old[-1].name}{_more(len(old) - 1)}; "
-                    "another folder, or --force to replace it"
-                )
-            _write_all(folder, names, shards, write, old)
-    except OSError as error:
-        raise MachineError(f"{error.filename or folder}: cannot write: {error.strerror}") from error
-    tensors = sum(len(specs) for specs in shards)
-    return Case(folder, tuple(folder / name for name in names), tensors, total)
-
-
 def write_holes(folder: Path, shards: Sequence[Sequence[Spec]]) -> Case:
     """Files with the right headers and nothing but holes behind them: for what only headers decide."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for number, specs in enumerate(shards):
-        header, data = _header(specs)
+        header, data = header_of(specs)
         files.append(folder / f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors")
         files[-1].write_bytes(header)
         os.truncate(files[-1], len(header) + data)
@@ -231,115 +123,11 @@ def _ordered(name: str, layers: int | None, shards: int | None) -> list[list[Spe
     specs = model.specs(layers)
     if shards is not None and not 1 <= shards <= len(specs):
         raise RequestError(f"{shards} shards cannot be made of {len(specs)} tensors")
-    return _in_order(in_shards(specs, shards))
-
-
-def _in_order(shards: Sequence[Sequence[Spec]]) -> list[list[Spec]]:
-    """Larger dtypes first, then by name: the order of the library's own serializer, which aligns them."""
-    return [sorted(part, key=lambda spec: (-dtypes.BY_CODE[spec.dtype].id, spec.name)) for part in shards]
+    return in_order(in_shards(specs, shards))
 
 
 def _expert(i: int) -> str:
     return f"model.layers.{i // 384}.mlp.experts.{i % 384 // 3}.{('gate', 'up', 'down')[i % 3]}_proj."
-
-
-def _more(count: int) -> str:
-    return f" and {plural(count, 'more file')}" if count else ""
-
-
-def _checkpoint_in(folder: Path) -> list[Path]:
-    """The files that make a checkpoint of the folder, the index first; RequestError for what is no file."""
-    there = [*folder.glob(_INDEX), *sorted(folder.glob("*.safetensors"))]
-    for path in there:
-        if path.is_dir() and not path.is_symlink():
-            raise RequestError(f"{path} is a folder, where a file of the checkpoint goes; move it away")
-    return there
-
-
-@contextlib.contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """The folder is there; those that were made for it go again where nothing could be written."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for path in missing:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        raise
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One run at a time in a folder; the kernel forgets a run that dies."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RequestError(f"{folder}: another run is writing a checkpoint there; wait for it") from None
-        except OSError:
-            # Network file systems lock no folders; names of files under way are each run's own there too.
-            pass
-        yield
-    finally:
-        os.close(fd)
-
-
-def _check_room(folder: Path, nbytes: int, replaced: Sequence[Path]) -> None:
-    """Before anything is made or removed: what is free, and what the files to be replaced give back."""
-    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(above).free + sum(_own_bytes(file) for file in replaced)
-    if nbytes > free:
-        raise MachineError(
-            f"{folder}: {nbytes / 1e9:.2f} GB are to be written, {free / 1e9:.2f} GB are free; fewer layers?"
-        )
-
-
-def _own_bytes(file: Path) -> int:
-    """What its removal gives back: nothing while another name holds the bytes."""
-    facts = file.lstat()
-    return facts.st_blocks * 512 if facts.st_nlink == 1 else 0
-
-
-def _write_all(
-    folder: Path,
-    names: Sequence[str],
-    shards: Sequence[Sequence[Spec]],
-    write: WriteFile,
-    old: Sequence[Path],
-) -> None:
-    """Writes into a folder of its own inside, then gives each file its name; ``old`` goes in between."""
-    for leftover in folder.glob(f"{_UNDER_WAY}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    total = sum(spec.nbytes for specs in shards for spec in specs)
-    written = [*names]
-    # Where there is no room for both, the old one has to go first.
-    early = total > shutil.disk_usage(folder).free
-    if early:
-        _remove(old)
-    own = Path(tempfile.mkdtemp(prefix=_UNDER_WAY, dir=folder))
-    try:
-        for number, (name, specs) in enumerate(zip(names, shards, strict=True)):
-            write(own / (name + _UNFINISHED), specs, number)
-        if len(names) > 1:
-            weight_map = {s.name: name for name, specs in zip(names, shards, strict=True) for s in specs}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            written.insert(0, _INDEX)
-            text = json.dumps(index, indent=2) + "\n"
-            (own / (_INDEX + _UNFINISHED)).write_text(text, encoding="utf-8")
-        if not early:
-            _remove(old)
-        for name in written:
-            (own / (name + _UNFINISHED)).rename(folder / name)
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
-
-
-def _remove(files: Sequence[Path]) -> None:
-    for file in files:
-        file.unlink()
 
 
 def _block(seed: int) -> bytes:
@@ -349,23 +137,10 @@ def _block(seed: int) -> bytes:
     return bytes((raw & np.uint8(0xBF)).data)
 
 
-def _header(specs: Sequence[Spec]) -> tuple[bytes, int]:
-    """The file's beginning (length field and JSON), and the bytes of data that follow it."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for spec in specs:
-        end = offset + spec.nbytes
-        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text, offset
-
-
 def _write_file(
     file: Path, specs: Sequence[Spec], block: bytes, number: int, pool: ThreadPoolExecutor
 ) -> None:
-    header, data = _header(specs)
+    header, data = header_of(specs)
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         os.ftruncate(fd, len(header) + data)

@@ -6,39 +6,12 @@ headers. A model is cut by taking its first layers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tensorlift.format import dtypes
+from tensorlift.sources.writing import Spec
 
 __all__ = ["MODELS", "Model", "Spec"]
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """One tensor to write."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    weights: int = -1
-    """Parameters of the model that it holds: its elements; packed ones hold two each, scales none."""
-
-    @property
-    def elements(self) -> int:
-        """Elements of the format."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its data."""
-        return self.elements * dtypes.BY_CODE[self.dtype].bits // 8
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the model that it holds."""
-        return self.elements if self.weights < 0 else self.weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""``tensorlift doctor``: which readers and devices work here, and why the others do not."""
+"""``tensorlift doctor``: which readers, devices and NICs work here, and why the others do not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def command(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> int:
-    """Say which readers and devices work on this machine, and why the others do not."""
+    """Say which readers and devices work on this machine, why the others do not, and which NIC is whose."""
     if path is None:
         with _small_file() as file:
             facts = examine(file)
@@ -48,7 +48,7 @@ def command(
 
 
 def examine(path: str) -> dict[str, Any]:
-    """Plain facts: library, versions, limits, readers and devices, and one small load of the checkpoint.
+    """Plain facts: library, versions, limits, readers, devices, NICs, and one small load of the checkpoint.
 
     Raises FileError where the checkpoint is not right; what this machine cannot do is part of the facts.
     """
@@ -57,7 +57,7 @@ def examine(path: str) -> dict[str, Any]:
     from tensorlift.engine.abi import library
 
     checkpoint = sources.read_headers(sources.find(path, download=False))
-    facts: dict[str, Any] = {"versions": machine.versions(), "limits": machine.limits()}
+    facts: dict[str, Any] = {"versions": machine.versions(), "limits": machine.limits(), "nics": _nics()}
     try:
         abi = library()
     except LibraryError as error:
@@ -104,6 +104,28 @@ def _devices(abi: Any) -> list[dict[str, Any]]:
             reason = build or ("torch sees no device" if ours else "this torch is built for the other one")
         found.append({"name": name, "works": reason is None, "count": count, "reason": reason})
     return found
+
+
+def _nics() -> dict[str, Any]:
+    """RDMA devices, what each GPU would take of them and why, and the same as a file for Mooncake."""
+    from tensorlift.forking.nics import choose, custom_topology
+    from tensorlift.forking.topology import tree_here
+
+    tree = tree_here()
+    there = [
+        {
+            "name": nic.name, "works": nic.port is not None, "port": nic.port, "rate": nic.rate,
+            "reason": None if nic.port is not None else f"no active port ({nic.state})",
+        }
+        for nic in tree.nics
+    ]  # fmt: skip
+    gpus = []
+    for number, gpu in enumerate(tree.gpus):
+        choice = choose(None, number, gpu.name, tree)
+        taken = {"takes": list(choice.names), "ucx": choice.ucx, "rate": choice.rate, "why": choice.reason}
+        gpus.append({"name": gpu.name, "address": gpu.address, **taken})
+    topology = json.loads(custom_topology(None, tree))
+    return {"there": there, "gpus": gpus, "mooncake_topology": topology}
 
 
 def _smallest(path: str, checkpoint: Any) -> dict[str, Any]:
@@ -167,9 +189,16 @@ def _print(facts: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "works", "why not"):
         table.add_column(column, overflow="fold")
-    for row in facts["backends"] + facts["devices"]:
-        table.add_row(row["name"], "yes" if row["works"] else "no", row["reason"] or "")
+    nics = facts["nics"]
+    for row in facts["backends"] + facts["devices"] + nics["there"]:
+        rate = f" ({human_bytes(row['rate'])}/s)" if row.get("rate") else ""
+        table.add_row(row["name"] + rate, "yes" if row["works"] else "no", row["reason"] or "")
     console.print(table)
+    if not nics["there"]:
+        console.print("NICs: no RDMA device is here")
+    for gpu in nics["gpus"] if nics["there"] else ():
+        where = f" ({gpu['address']})" if gpu["address"] else ""
+        console.print(f"{gpu['name']}{where} takes {', '.join(gpu['takes']) or 'no NIC'}: {gpu['why']}")
     load = facts["load"]
     if "error" in load:
         console.print(f"a load by default options failed: {load['error']}")

@@ -16,12 +16,12 @@ from tensorlift.cli.interrupts import at_once
 from tensorlift.errors import OptionError, SeedError
 from tensorlift.forking.tokens import token_of
 from tensorlift.format.quoting import clean, plural
-from tensorlift.progress import reporter
+from tensorlift.progress import SourceReport, by_source, reporter
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
-    from tensorlift.bench.cases import Case
     from tensorlift.forking.remote import SeedCheckpoint
+    from tensorlift.sources.writing import Case
 
 __all__ = ["command"]
 
@@ -31,10 +31,11 @@ _TOGETHER_BYTES = 256 << 20
 
 @guarded
 def command(
-    url: str | None = typer.Argument(
+    urls: list[str] | None = typer.Argument(
         None,
-        metavar="[URL]",
-        help="Of a seed: http(s)://host:port, or tensorlift://host:port/key to be sure which.",
+        metavar="[URL...]",
+        help="Of a seed, or of several with the same weights: http(s)://host:port, or "
+        "tensorlift://host:port/key to be sure which.",
     ),
     out: Path = typer.Option(..., metavar="DIR", help="The folder to write to; made if it is not there."),
     token_file: str | None = typer.Option(
@@ -52,38 +53,37 @@ def command(
         "dns://name:port.",
     ),
     key: str | None = typer.Option(None, metavar="MODEL", help="What a registry is asked for."),
-    place: str | None = typer.Option(
-        None, help="Where this is, from the widest: zone-1/rack-12. [TENSORLIFT_PLACE]"
-    ),
+    place: str | None = typer.Option(None, help="Where this is: zone-1/rack-12. [TENSORLIFT_PLACE]"),
     force: bool = typer.Option(False, "--force", help="Replace a checkpoint that is there."),
     progress: bool | None = typer.Option(
         None, "--progress/--no-progress", help="A bar on stderr; without either, on a terminal only."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Take the tensors of a running instance and write them as safetensors files."""
+    """Take the tensors of a running instance, or of several alike, and write them as safetensors files."""
     token = token_of(token_file)
     with at_once():
         from tensorlift.forking.remote import SeedCheckpoint, source_of
 
-    if (url is None) == (registry is None):
+    if bool(urls) == (registry is not None):
         raise OptionError("expected either the URL of a seed or --registry, with --key")
     begin = time.perf_counter()
     if registry is None:
-        assert url is not None
-        seed = SeedCheckpoint(source_of(url), token, ca=ca, as_it_is=True)
+        seed = SeedCheckpoint([source_of(url) for url in urls or ()], token, ca=ca, as_it_is=True)
     else:
         seed = _found(registry, key, token, ca, place)
-    case = _written(seed, out, progress, force)
+    what = f"from {len(urls)} seeds" if urls and len(urls) > 1 else f"from {seed.client.url}"
+    with told(progress, what) as bar, reporter(bar) as report:
+        case = _written(seed, out, by_source(report), keep=not force)
     _print(
         {
             "folder": str(out),
-            "url": seed.client.url,
             "key": seed.manifest.key.model,
             "weights": seed.manifest.weights,
             "tensors": case.tensors,
             "bytes": case.nbytes,
-            "by_source": {seed.client.url: case.nbytes},
+            "by_source": seed.by_source,
+            "left": [f"{url}: {why}" for url, why in seed.left.items()],
             "files": [file.name for file in case.files],
             "seconds": time.perf_counter() - begin,
         },
@@ -111,7 +111,7 @@ def _found(
                 while True:
                     left += known.candidates(key, near, 1, left)
                     try:
-                        return SeedCheckpoint(url_of(left[-1], model), token, ca=ca, as_it_is=True)
+                        return SeedCheckpoint([url_of(left[-1], model)], token, ca=ca, as_it_is=True)
                     except SeedError as error:
                         problems.append(error)
             except SeedError as error:
@@ -119,9 +119,10 @@ def _found(
     raise SeedError("; ".join(map(str, problems)))
 
 
-def _written(seed: SeedCheckpoint, out: Path, progress: bool | None, force: bool) -> Case:
-    from tensorlift.bench.cases import Spec, write_tensors
+def _written(seed: SeedCheckpoint, out: Path, tell: SourceReport | None, keep: bool) -> Case:
+    """All tensors of the seed as files."""
     from tensorlift.format import dtypes
+    from tensorlift.sources.writing import Spec, write_tensors
 
     specs = [
         Spec(name, dtypes.ALL[kind].code, shape)
@@ -129,18 +130,19 @@ def _written(seed: SeedCheckpoint, out: Path, progress: bool | None, force: bool
     ]
     total = int(seed.sizes.sum())
     done = 0
-    with told(progress, f"from {seed.client.url}") as bar, reporter(bar) as report:
 
-        def read(names: Sequence[str]) -> Iterator[memoryview]:
-            nonlocal done
-            before = done
-            for part in seed.stream(
-                names, _TOGETHER_BYTES, lambda came: report and report(before + came, total)
-            ):
-                done += part.nbytes
-                yield part
+    def read(names: Sequence[str]) -> Iterator[memoryview]:
+        nonlocal done
+        before = done
+        for part in seed.stream(
+            names,
+            _TOGETHER_BYTES,
+            lambda came: tell and tell(before + came, total, by_source=seed.by_source),
+        ):
+            done += part.nbytes
+            yield part
 
-        return write_tensors(out, specs, read, keep=not force)
+    return write_tensors(out, specs, read, keep=keep)
 
 
 def _print(facts: dict[str, Any], as_json: bool) -> None:
@@ -148,8 +150,13 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     nbytes, seconds = facts["bytes"], facts["seconds"]
+    came = (
+        ", ".join(f"{human_bytes(part)} from {url}" for url, part in facts["by_source"].items()) or "nothing"
+    )
     print(
         f"{facts['folder']}: {plural(facts['tensors'], 'tensor')} of {clean(facts['key'])}, "
         f"{human_bytes(nbytes)}, {plural(len(facts['files']), 'file')}\n"
-        f"{human_bytes(nbytes)} from {facts['url']} in {seconds:.2f} s: {human_bytes(nbytes / seconds)}/s"
+        f"{came} in {seconds:.2f} s: {human_bytes(nbytes / seconds)}/s"
     )
+    for text in facts["left"]:
+        print(f"left behind: {clean(text)}")

@@ -6,13 +6,14 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from tensorlift.errors import ForkError, SeedError, TensorliftError
 from tensorlift.fleet.contract import ForkReport, Near, Registry, State
 from tensorlift.fleet.saying import Saying
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.format.quoting import clean
+from tensorlift.progress import SourceReport
 
 __all__ = ["Asked"]
 
@@ -75,13 +76,13 @@ class Asked:
         # Not all alike: those that wait would ask at once again.
         time.sleep(seconds * random.uniform(0.75, 1.25))
 
-    def progress(self, then: Callable[[int, int], object] | None) -> Callable[[int, int], object]:
+    def progress(self, then: SourceReport | None) -> SourceReport:
         """For a fork's progress: told here, and to ``then``."""
 
-        def report(done: int, total: int) -> None:
+        def report(done: int, total: int, /, *, by_source: Mapping[str, int]) -> None:
             self._bytes = done, total
             if then is not None:
-                then(done, total)
+                then(done, total, by_source=by_source)
 
         return report
 

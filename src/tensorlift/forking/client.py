@@ -15,6 +15,8 @@ from tensorlift.forking.urls import followed, reached
 __all__ = ["SeedClient"]
 
 _LONGEST_RANKS = 8 << 20
+# Transports that are offered at host:port.
+_ADDRESSED = ("tcp", "mooncake", "nixl")
 
 
 class SeedClient(HttpClient):
@@ -23,17 +25,19 @@ class SeedClient(HttpClient):
     def manifest(self) -> Manifest:
         """What it offers now. Raises SeedError, ManifestError."""
         found = decode(self.ask("GET", "/v1/manifest", longest=LONGEST_MANIFEST), self.url)
-        try:
-            offers = tuple(self._reached(offer) for offer in found.transports)
-        except RequestError as error:
-            raise ManifestError(f"{self.url}: the manifest offers tcp where nobody can be: {error}") from None
+        offers = tuple(self._reached(offer) for offer in found.transports)
         return msgspec.structs.replace(found, transports=offers)
 
     def _reached(self, offer: Offer) -> Offer:
         """A seed that listens on all addresses does not know by which it is reached."""
-        if offer.kind != "tcp":
+        if offer.kind not in _ADDRESSED:
             return offer
-        return Offer(offer.kind, reached(offer.address, self._place.host))
+        try:
+            return Offer(offer.kind, reached(offer.address, self._place.host))
+        except RequestError as error:
+            raise ManifestError(
+                f"{self.url}: the manifest offers {offer.kind} where nobody can be: {error}"
+            ) from None
 
     def peer(self, key: ModelKey) -> SeedClient:
         """The seed behind this URL that has the key: this one or another rank's. Raises ForkError, SeedError.

@@ -21,6 +21,9 @@ class NotHereError(Exception):
 class SocketConnection:
     """Over a socket whose other side is known. Chunks come one after another, by one thread."""
 
+    registering = 0.0
+    """Seconds that went by until memory was registered, here and there, for those that need it."""
+
     @property
     def how(self) -> str:
         """What a transport with several ways has taken."""

@@ -9,6 +9,7 @@
     POST   /v1/ranks          {"instance", "key", "url"} -> {"seconds"}: another rank's, known for so long
     DELETE /v1/ranks/INSTANCE
     GET    /metrics           for Prometheus
+    GET    /get_remote_instance_transfer_engine_info?rank=N    for SGLang: see sglang_answer.py
 
 With a token every request has to have it (Authorization: Bearer), and whoever lacks it is told 401 and
 nothing else. 429: too many readers; 503: weights are being updated; both have a Retry-After. 410: the seed
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import hmac
 import http
+import io
 import math
 import socket
 import time
@@ -32,6 +34,7 @@ from tensorlift.errors import RequestError
 from tensorlift.forking import metrics
 from tensorlift.forking.leases import LeaseRefusedError
 from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer
+from tensorlift.forking.sglang_answer import rank_of
 from tensorlift.forking.urls import placed
 
 if TYPE_CHECKING:
@@ -39,7 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LeaseAnswer", "LeaseRequest", "RefusedAnswer", "StateAnswer", "talk"]
 
-_IDLE_SECONDS = 30.0
+# For all of a connection's first request, by whoever sends it, and between two.
+_FIRST_SECONDS, _IDLE_SECONDS = 5.0, 30.0
 _LONGEST_BODY = 4096
 _LEASES, _RANKS = "/v1/leases", "/v1/ranks"
 _STATUS = {"full": 429, "updating": 503, "closed": 410, "lapsed": 410}
@@ -81,6 +85,28 @@ def talk(peer: socket.socket, seed: Seed) -> None:
     _Handler(peer, peer.getpeername(), seed)
 
 
+class _Arriving(io.RawIOBase):
+    """A peer's bytes, in as many seconds as it was given for all of them."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer = peer
+        self.give(_FIRST_SECONDS)
+
+    def give(self, seconds: float) -> None:
+        """From now on, so many."""
+        self._end = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("a request takes too long")
+        self._peer.settimeout(left)
+        return self._peer.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "tensorlift", ""
@@ -89,6 +115,16 @@ class _Handler(BaseHTTPRequestHandler):
     def __init__(self, peer: socket.socket, address: Any, seed: Seed) -> None:
         self.seed = seed
         super().__init__(peer, address, None)  # type: ignore[arg-type]
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._arriving = _Arriving(self.connection)
+        self.rfile = io.BufferedReader(self._arriving)
+
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        self._arriving.give(_IDLE_SECONDS)
 
     def log_message(self, *_: object) -> None:
         """Nothing: a request has the token in it, and a seed is somebody else's process."""
@@ -157,8 +193,20 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(404, metrics.MISSING.encode())
             else:
                 self._send(200, text, {"Content-Type": metrics.CONTENT_TYPE})
+        elif (rank := rank_of(self.path)) is not None:
+            self._sglang(rank)
         else:
             self._send(404)
+
+    def _sglang(self, rank: int) -> None:
+        found = self.seed.sglang(rank)
+        if isinstance(found, str):
+            self._send(307, more={"Location": f"{found}{self.path}"})
+        elif found is None:
+            error = {"error": {"message": f"there is no rank {rank} here that Mooncake offers"}}
+            self._send(400, msgspec.json.encode(error))
+        else:
+            self._send(200, msgspec.json.encode(found), {"Content-Type": "application/json"})
 
     def _post(self) -> None:
         length = self.headers.get("Content-Length", "")
@@ -201,6 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(
         self, status: int, body: bytes = b"", more: dict[str, str] | None = None, close: bool = False
     ) -> None:
+        self.connection.settimeout(self.timeout)
         self.send_response(status, http.HTTPStatus(status).phrase)
         for name, value in (more or {}).items():
             self.send_header(name, value)

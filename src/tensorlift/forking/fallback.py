@@ -7,7 +7,8 @@ the files, and all others are read, and compared with theirs. Where there are no
 are tensors of a device, whose bytes the host cannot digest.
 
 Files have what a model saves. Buffers that it does not save keep what they had before the fork; what is
-computed behind a load (derived tensors) is in no file, and a fork that lacks it fails and says so.
+computed behind a load (derived tensors) is in no file, and nobody but the model's engine can say what it is.
+So a fork that lacks it fails and says so, unless its caller gives a function that loads the model as a whole.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tensorlift.format.quoting import clean, plural, quote
 from tensorlift.options import LoadOptions
 from tensorlift.plan.extents import Extents, merge_extents
 from tensorlift.plan.parts import Asked
-from tensorlift.progress import Report
+from tensorlift.progress import Report, SourceReport
 from tensorlift.tensors.destinations import tensors_of
 from tensorlift.tensors.filling import fill
 from tensorlift.tensors.transfer import Clock
@@ -55,26 +56,37 @@ class FromFiles(NamedTuple):
 
 
 class Fallback:
-    """A checkpoint that a model can be filled from; made before the first byte of a fork is written."""
+    """What a model can be filled from; made before the first byte of a fork is written."""
 
     def __init__(self, path: Any, model: object, named: Sequence[Named], ours: Offering) -> None:
-        """Opens nothing yet. Copies the buffers that are not saved."""
+        """Opens nothing yet. Copies the buffers that are not saved.
+
+        ``path``: or a function that loads the whole model, which finds derived tensors as they were too.
+        """
         self._path, self._model, self._ours = path, model, ours
         self._saved = tensors_of(model)
+        kinds = ("buffer", "derived") if callable(path) else ("buffer",)
         self._own = [
             (one, one.tensor.detach().clone())
             for one in named
-            if one.kind == "buffer" and one.name not in self._saved
+            if one.kind in kinds and one.name not in self._saved
         ]
 
-    def run(self, brought: Mapping[str, Sequence[Places]], progress: Report | None) -> FromFiles:
+    def run(self, brought: Mapping[str, Sequence[Places]], progress: SourceReport | None) -> FromFiles:
         """Fills the model. ``brought``: where chunks of each seed went; nothing writes to the model any more.
+        ``progress``: told of what stays as done.
 
-        Raises ForkError for tensors that no file has, and what load_into does.
+        Raises ForkError for tensors that no file has, and what load_into or the caller's function does.
         """
         for one, before in self._own:
             one.tensor.detach().copy_(before)
-        options = LoadOptions.resolve(**({} if progress is None else {"progress": progress}))
+        if callable(self._path):
+            self._path(self._model)
+            nbytes = _merged_spans(self._spans(self._with_bytes())).nbytes
+            if progress is not None:
+                progress(nbytes, nbytes, by_source={FILES: nbytes})
+            return FromFiles({FILES: nbytes}, ())
+        options = LoadOptions.resolve()
         with traced(options.trace) as trace:
             clock = Clock(trace)
             with clock.phase("headers"):
@@ -82,13 +94,16 @@ class Fallback:
             self._refuse_holes(checkpoint)
             came = _merged(places for some in brought.values() for places in some)
             kept, expected = self._kept(checkpoint, came, options)
+            spans = _merged_spans(self._spans(kept))
+            stays = {name: _common(_merged(places), spans) for name, places in brought.items()}
+            if progress is not None:
+                options = dataclasses.replace(options, progress=_behind(stays, progress))
             if expected is None:
                 asked, wanted = sources.asked_of(checkpoint, None, None, options), None
             else:
                 options = dataclasses.replace(options, verify=options.verify or True)
                 # Ties of what is kept, which the checkpoint does not have by their own names.
                 ties = [one for one in self._saved_tensors() if one.name not in checkpoint]
-                spans = _merged_spans(self._spans(kept))
                 settled = {one.name for one in kept} | {one.name for one in self._inside(ties, spans)}
 
                 def wanted(name: str) -> bool:
@@ -96,9 +111,7 @@ class Fallback:
 
                 asked = Asked(checkpoint, checkpoint.select(wanted), expected)
             filled = fill(self._model, lambda _: asked, wanted, True, options, clock)
-        spans = _merged_spans(self._spans(kept))
-        by_source = {name: _common(_merged(places), spans) for name, places in brought.items()}
-        by_source[FILES] = filled.stats.bytes
+        by_source = stays | {FILES: filled.stats.bytes}
         return FromFiles(
             {name: nbytes for name, nbytes in by_source.items() if nbytes},
             tuple(one.name for one, _ in self._own),
@@ -139,9 +152,12 @@ class Fallback:
         wanted: bytes = expected.digests[row].tobytes()
         return chunk_digest(start, stop - start) == wanted
 
+    def _with_bytes(self) -> list[Tensor]:
+        return [one for one in self._ours.tensors if one.region != NOWHERE]
+
     def _saved_tensors(self) -> list[Tensor]:
         """Those with bytes that a load fills by their names."""
-        found = [one for one in self._ours.tensors if one.region != NOWHERE and one.name in self._saved]
+        found = [one for one in self._with_bytes() if one.name in self._saved]
         # A module may save something else under the name than it has there.
         return [
             one
@@ -153,7 +169,7 @@ class Fallback:
         """ForkError for what neither the files have nor the model has of its own."""
         own = {one.name for one, _ in self._own}
         saved = self._saved_tensors()
-        all_ = [one for one in self._ours.tensors if one.region != NOWHERE]
+        all_ = self._with_bytes()
         there = [one for one in saved if one.name in checkpoint]
         there += [one for one in all_ if one.name in own]
         places = {place_of(one) for one in there}
@@ -168,7 +184,8 @@ class Fallback:
             raise ForkError(
                 f"{clean(checkpoint.where)} cannot stand in for the seeds: {plural(len(lacking), 'tensor')} "
                 f"of the model are in no file: {', '.join(map(quote, lacking[:_SHOWN]))}{more}; they are "
-                "computed behind a load: fork again, or load the model as its engine does"
+                "computed behind a load: fork again, or give a fallback that is a function which loads the "
+                "model as its engine does"
             )
 
     def _spans(self, tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -184,6 +201,13 @@ class Fallback:
             if at >= 0 and extents.stops[at] >= stop:
                 found.append(one)
         return found
+
+
+def _behind(stays: Mapping[str, int], progress: SourceReport) -> Report:
+    """Tells of what is read as what comes on top of what seeds have brought."""
+    before = sum(stays.values())
+    there = {name: nbytes for name, nbytes in stays.items() if nbytes}
+    return lambda done, total: progress(before + done, before + total, by_source=there | {FILES: done})
 
 
 def _is_dense(tensor: Tensor) -> bool:

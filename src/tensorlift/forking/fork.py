@@ -9,23 +9,26 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tensorlift.engine.abi_fork import Places
-from tensorlift.errors import ForkError, OptionError, RequestError, SeedError, TensorliftError
+from tensorlift.errors import ForkError, OptionError, RequestError, SeedError
 from tensorlift.forking.chunks import DIGESTS, ChunkQueue
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
+from tensorlift.forking.fabrics import wired
 from tensorlift.forking.fallback import FILES, Fallback
 from tensorlift.forking.keys import checked_key, checked_token, told_key
 from tensorlift.forking.manifest import Layout, Manifest, ModelKey, differences
 from tensorlift.forking.matching import Errand, copies_of, errands
-from tensorlift.forking.offering import Offering, named_tensors, offer, settle
+from tensorlift.forking.nics import chosen
+from tensorlift.forking.offering import Offering, gpu_of, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source
-from tensorlift.forking.transports import TRANSPORTS, check_transports
+from tensorlift.forking.throttle import parse_limit
+from tensorlift.forking.transports import FORKED, check_transports
 from tensorlift.forking.whole import unlike
 from tensorlift.format.quoting import plural
 from tensorlift.options import parse_count, parse_seconds, parse_size
-from tensorlift.progress import Report as Progress
+from tensorlift.progress import Report, SourceReport, by_source
 
-__all__ = ["Forked", "fork_into"]
+__all__ = ["Forked", "alike", "fork_into"]
 
 # Large enough that asking costs nothing, small enough that a lost one is no loss.
 _CHUNK_BYTES = 16 << 20
@@ -47,6 +50,12 @@ class Forked:
 
     bytes: int
     seconds: float
+    planning_seconds: float
+    """Of them, until the first byte was asked for: manifests, what goes where."""
+    registering_seconds: float
+    """Of them, until an engine knew the memory to read from and to, while other chunks may have come: of the
+    connection that took longest, 0 for transports that need none.
+    """
     by_source: Mapping[str, int]
     """Bytes that came from each seed and were kept, by its URL, and from "files"."""
     moved_bytes: int
@@ -73,11 +82,14 @@ def fork_into(
     connections: int = 2,
     patience: float = 10.0,
     chunk_bytes: int | str = _CHUNK_BYTES,
-    progress: Progress | None = None,
-    transports: Sequence[str] = TRANSPORTS,
+    progress: Report | SourceReport | None = None,
+    transports: Sequence[str] | None = None,
+    devices: Sequence[str] | None = None,
+    protocol: str = "",
+    limit: str | None = None,
     fallback: Any = None,
     digests: str = "full",
-    part_of: Manifest | None = None,
+    part_of: Mapping[str, Manifest] | None = None,
 ) -> Forked:
     """Fills the tensors of a model from one seed or several that offer the same weights.
 
@@ -85,44 +97,41 @@ def fork_into(
     seed or of another rank behind its URL; without it those of the first seed. ca: a file of certificates
     (PEM) that https:// seeds are trusted by. connections: to each seed, at most 64. patience: seconds that a
     seed may do nothing, or keep a fork waiting (see pace.py). chunk_bytes: or "16MiB". transports: those that
-    may be taken. Names, dtypes, shapes and strides are compared before a byte is written. digests: "full",
+    may be taken; devices, protocol: see Seed. limit: "2GB/s" to ask for, of all seeds together, or "25%" of
+    the NICs' rate. Names, dtypes, shapes and strides are compared before a byte is written. digests: "full",
     each chunk is compared with its digest; "sample", some are (see chunks.checked); "off", none is. With the
     first two, whole tensors in host memory are compared too, where the seed publishes their digests. Epochs
-    always are. part_of: what the seed was seen to have, and has still; the model is a part.
+    always are. part_of: what each seed was seen to have, by its URL, and has still; the model is a part.
+    progress: see tensorlift.fork().
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
     then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that
     ``tensorlift digest`` wrote beside the files; all others, and without digests all, are read. Buffers that
-    the model does not save are put back as they were; a derived tensor is in no file, which is an error.
+    the model does not save are put back as they were; a derived tensor is in no file, which is an error. Or a
+    function that loads all of the model that it is given; what is not saved is as it was before, too.
 
     Raises ForkError, SeedError, ManifestError, RequestError, OptionError, and with ``fallback`` what
-    load_into does; after an error the tensors' contents are undefined.
+    load_into or the function does; after an error the tensors' contents are undefined.
     """
     begin = time.monotonic()
-    kinds = check_transports(transports)
+    kinds = check_transports(FORKED if transports is None else transports)
     connections, patience, chunk_bytes = _checked(connections, patience, chunk_bytes, digests)
     ours = offer(named := named_tensors(model))
     secret, wanted = checked_token(token), None if key is None else checked_key(key)
+    nics = chosen(devices, kinds, 0 if wanted is None else wanted.tp[0], gpu_of(named), protocol)
+    rate = parse_limit(limit, "limit", lambda: nics.rate)
     find = _finder(urls, lambda url: SeedClient(url, secret, patience, ca))
     files = None if fallback is None else Fallback(fallback, model, named, ours)
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
     settle(named)
     fork = _Fork(
-        find, _Wanted(wanted, ours, kinds, part_of, digests != "off"), chunk_bytes, progress,
-        lambda work, sources: Reader(work, sources, secret, connections, patience, digests, kinds),
+        find, _Wanted(wanted, ours, kinds, part_of, digests != "off"), chunk_bytes, by_source(progress),
+        lambda work, sources: Reader(
+            work, sources, secret, connections, patience, digests, kinds, wired(nics.names, protocol), rate
+        ),
     )  # fmt: skip
-    (taken, weights), by_source, own = _filled(fork, files, progress)
-    return Forked(
-        bytes=sum(by_source.values()),
-        seconds=time.monotonic() - begin,
-        by_source=by_source,
-        moved_bytes=fork.moved + by_source.get(FILES, 0),
-        key=taken or wanted,
-        weights=weights,
-        transports=fork.transports,
-        left=tuple(f"{name}: {why}" for name, why in fork.left.items()),
-        own=own,
-    )
+    (taken, weights), came, own = _filled(fork, files)
+    return fork.told(time.monotonic() - begin, came, taken or wanted, weights, own)
 
 
 def _checked(
@@ -158,7 +167,7 @@ def _finder(urls: str | Sequence[str] | Find, client: Callable[[str], SeedClient
 
 
 def _filled(
-    fork: _Fork, files: Fallback | None, progress: Progress | None
+    fork: _Fork, files: Fallback | None
 ) -> tuple[tuple[ModelKey | None, str], dict[str, int], tuple[str, ...]]:
     """((key, version), bytes by source, buffers that no file has): from seeds, else from files."""
     try:
@@ -167,8 +176,8 @@ def _filled(
         if files is None:
             raise
         try:
-            return (None, ""), *files.run(fork.brought(), progress)
-        except TensorliftError as problem:
+            return (None, ""), *files.run(fork.brought(), fork.progress)
+        except Exception as problem:
             # Why files had to stand in is told with what is wrong with them.
             raise problem from error
 
@@ -179,7 +188,7 @@ class _Wanted(NamedTuple):
     key: ModelKey | None
     ours: Offering
     kinds: Sequence[str]
-    part_of: Manifest | None
+    part_of: Mapping[str, Manifest] | None
     digests: bool
 
 
@@ -191,16 +200,17 @@ class _Fork:
         find: _Clients,
         wanted: _Wanted,
         chunk_bytes: int,
-        progress: Progress | None,
+        progress: SourceReport | None,
         reader: Callable[[Sequence[Errand], Sequence[Source]], Reader],
     ) -> None:
         self._find, self._wanted, self._reader_of = find, wanted, reader
         self.transports: dict[str, str] = {}
-        self._chunk_bytes, self._progress = chunk_bytes, progress
+        self._chunk_bytes, self.progress = chunk_bytes, progress
         self._work: Sequence[Errand] = ()
         self._queue = ChunkQueue(())
         self.left: dict[str, str] = {}
         self.moved = 0
+        self.planning_seconds = self.registering_seconds = 0.0
 
     def run(self) -> tuple[ModelKey, str]:
         """Key and version of the weights, once all have come; ForkError, SeedError, ManifestError."""
@@ -216,6 +226,7 @@ class _Fork:
         ours, part_of = self._wanted.ours, self._wanted.part_of
         attempts = _ATTEMPTS if part_of is None else 1
         for _ in range(attempts):
+            begin = time.monotonic()
             sources = _sources(clients, self._wanted, self.left)
             manifest = sources[0].manifest
             copies = copies_of(manifest.tensors, ours.tensors, ours.memories)
@@ -223,7 +234,9 @@ class _Fork:
             total = sum(errand.chunk.nbytes for errand in self._work)
             reader = self._reader_of(self._work, sources)
             self._queue = reader.queue
-            reader.run(functools.partial(_tell, self._progress, total))
+            self.planning_seconds += time.monotonic() - begin
+            reader.run(functools.partial(_tell, self.progress, total))
+            self.registering_seconds += max((one.registering for one in sources), default=0.0)
             self.moved += sum(self._queue.moved_bytes.values())
             self.transports |= {one.name: one.transport for one in sources if one.transport}
             self.left |= {source.name: source.gone for source in sources if source.gone}
@@ -241,6 +254,29 @@ class _Fork:
             "read; fork when they rest, or load from files"
         )
 
+    def told(
+        self,
+        seconds: float,
+        by_source: Mapping[str, int],
+        key: ModelKey | None,
+        weights: str,
+        own: tuple[str, ...],
+    ) -> Forked:
+        """What was done in all."""
+        return Forked(
+            bytes=sum(by_source.values()),
+            seconds=seconds,
+            planning_seconds=self.planning_seconds,
+            registering_seconds=self.registering_seconds,
+            by_source=by_source,
+            moved_bytes=self.moved + by_source.get(FILES, 0),
+            key=key,
+            weights=weights,
+            transports=self.transports,
+            left=tuple(f"{name}: {why}" for name, why in self.left.items()),
+            own=own,
+        )
+
     def kept_bytes(self) -> dict[str, int]:
         """Of chunks, by who brought them."""
         return self._queue.bytes_by_source()
@@ -253,9 +289,9 @@ class _Fork:
         return found
 
 
-def _tell(progress: Progress | None, total: int, done: int) -> None:
+def _tell(progress: SourceReport | None, total: int, came: Mapping[str, int]) -> None:
     if progress is not None:
-        progress(done, total)
+        progress(sum(came.values()), total, by_source=came)
 
 
 def _incomplete(lacking: int, total: int, sources: Sequence[Source]) -> ForkError:
@@ -272,23 +308,41 @@ def _incomplete(lacking: int, total: int, sources: Sequence[Source]) -> ForkErro
 def _sources(clients: Sequence[SeedClient], wanted: _Wanted, left: dict[str, str]) -> list[Source]:
     """The seeds that offer what is wanted, in the same regions; raises why there is none."""
     layouts = [Layout(one.name, one.dtype, one.shape, one.stride) for one in wanted.ours.tensors]
+
+    def look(client: SeedClient) -> Manifest:
+        manifest = client.manifest() if wanted.part_of is None else _same(client, wanted.part_of[client.url])
+        _check(client, manifest, wanted, layouts)
+        return manifest
+
+    return alike(clients, wanted.key, look, left)
+
+
+def alike(
+    clients: Sequence[SeedClient],
+    key: ModelKey | None,
+    look: Callable[[SeedClient], Manifest],
+    left: dict[str, str],
+) -> list[Source]:
+    """The seeds of which ``look`` finds the same as of the first one; the others are ``left``.
+
+    key: of the seeds behind these. Raises why there is none.
+    """
     found: list[Source] = []
     problems: list[ForkError] = []
     for client in clients:
         try:
-            if wanted.key is not None:
-                client = client.peer(wanted.key)
-            manifest = client.manifest() if wanted.part_of is None else _same(client, wanted.part_of)
-            _check(client, manifest, wanted, layouts)
+            if key is not None:
+                client = client.peer(key)
+            source = Source(client, look(client))
         except ForkError as error:
             problems.append(error)
             left[client.url] = str(error).removeprefix(client.url).lstrip(": ")
             continue
-        if found and not _alike(found[0].manifest, manifest):
-            left[client.url] = "it has other weights than the first seed, or has them in other regions"
+        if found and not _alike(found[0].manifest, source.manifest):
+            left[source.name] = "it has other weights than the first seed, or has them in other regions"
         else:
-            left.pop(client.url, None)
-            found.append(Source(client, manifest))
+            left.pop(source.name, None)
+            found.append(source)
     if not found:
         raise _none_of(problems)
     return found
@@ -327,7 +381,10 @@ def _check(client: SeedClient, manifest: Manifest, wanted: _Wanted, layouts: Seq
             "(before or after processing), and the module itself, not its state_dict()"
         )
     if not any(offer.kind in wanted.kinds for offer in manifest.transports):
-        raise ForkError(f"{client.url} offers no transport that this fork takes: {', '.join(wanted.kinds)}")
+        off = "".join(f"; {kind} is off there: {why}" for kind, why in manifest.off.items())
+        raise ForkError(
+            f"{client.url} offers no transport that this fork takes: {', '.join(wanted.kinds)}{off}"
+        )
 
 
 def _alike(one: Manifest, other: Manifest) -> bool:

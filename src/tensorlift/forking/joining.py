@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 
@@ -33,7 +34,9 @@ class Joined:
     def __init__(self, front: SeedClient, rank: JoinRequest, seconds: float) -> None:
         """``seconds``: how long the front may not be there yet. Raises SeedError."""
         self._front, self._rank = front, rank
-        self._ending = threading.Event()
+        # Its put() may be interrupted by a signal's handler that calls close() too.
+        self._ending: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_ended = False
         rest = self._first(time.monotonic() + seconds)
         self._thread = threading.Thread(
             target=self._stay, args=[rest], name="tensorlift-seed-joined", daemon=True
@@ -54,16 +57,19 @@ class Joined:
         return min(max(_SHORTEST_REST, self._front.join(self._rank).seconds / 3), _LONGEST_REST)
 
     def _stay(self, rest: float) -> None:
-        while not self._ending.wait(rest):
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._ending.get(timeout=rest)
             # A front that is away may come back on the same port, and knows nobody then.
             with contextlib.suppress(SeedError):
                 rest = self._joined()
 
     def close(self) -> None:
         """The front is told, where it is there."""
-        if self._ending.is_set():
+        if self._is_ended:
             return
-        self._ending.set()
+        self._is_ended = True
+        self._ending.put(None)
         self._thread.join()
         with contextlib.suppress(SeedError):
             self._front.leave(self._rank.instance)

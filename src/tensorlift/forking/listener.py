@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import threading
+import time
+import weakref
 from collections.abc import Callable
 
 __all__ = ["Listener"]
 
-_HANDSHAKE_SECONDS = 10.0
+_HANDSHAKE_SECONDS = 5.0
+_NAP_SECONDS = 0.001
 
 
 class Listener:
-    """Accepts connections and hands each to ``talk`` on a thread of its own."""
+    """Accepts connections and hands each to ``talk`` on a thread of its own.
+
+    A signal's handler may call close() while the same thread is in it: nothing here waits for what that
+    thread holds. A child of the process keeps none of its sockets.
+    """
 
     def __init__(
         self,
@@ -33,60 +41,70 @@ class Listener:
         shut down, and raises OSError at most. Raises OSError where nobody can listen there.
         """
         self._talk, self._tls = talk, tls
-        self._ending = threading.Event()
+        self.is_ending = False
+        """close() was called."""
+        self._is_accepting = self._is_joining = False
         self._free = threading.BoundedSemaphore(most)
-        self._lock = threading.Lock()
+        # Without a lock, which close() would have to take: single operations on a dict need none.
         self._talking: dict[threading.Thread, socket.socket] = {}
         self._socket = _listening(host, port)
         self.address = _name_of(self._socket)
         """host:port, or the name."""
         self._thread = threading.Thread(target=self._accept, name="tensorlift-seed", daemon=True)
+        _listeners.add(self)
 
     def start(self) -> None:
         """Accepts from now on."""
-        self._thread.start()
-
-    @property
-    def is_ending(self) -> bool:
-        """close() was called."""
-        return self._ending.is_set()
+        self._is_accepting = True
+        try:
+            self._thread.start()
+        except BaseException:
+            self._is_accepting = False
+            raise
 
     def close(self) -> None:
         """Shuts every connection down that is talked to, and waits for its thread."""
-        self._ending.set()
+        self.is_ending = True
+        # Who has interrupted one that joins must not: that one may hold the lock of the thread joined.
+        joins, self._is_joining = not self._is_joining, True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        if self._thread.ident is not None:
+        _until(lambda: not self._is_accepting)
+        if joins and self._thread.ident is not None:
             self._thread.join()
         self._socket.close()
-        with self._lock:
-            talking = dict(self._talking)
-            for peer in talking.values():
-                with contextlib.suppress(OSError):
-                    # The socket's alone: TLS would be taken away below the thread that talks.
-                    socket.socket.shutdown(peer, socket.SHUT_RDWR)
-        for thread in talking:
+        talking = dict(self._talking)
+        for peer in talking.values():
+            with contextlib.suppress(OSError):
+                # The socket's alone: TLS would be taken away below the thread that talks.
+                socket.socket.shutdown(peer, socket.SHUT_RDWR)
+        _until(lambda: not self._talking)
+        for thread in talking if joins else ():
             thread.join()
 
     def _accept(self) -> None:
-        while not self._ending.is_set():
-            try:
-                peer, _ = self._socket.accept()
-            except OSError:
-                # Closed; or out of descriptors, or a peer that went at once: the next may fare better.
-                if self._ending.wait(0.05):
-                    return
-                continue
-            if not self._free.acquire(blocking=False):
-                peer.close()
-                continue
-            thread = threading.Thread(target=self._run, args=[peer], name="tensorlift-seed-talk", daemon=True)
-            with self._lock:
-                self._talking[thread] = peer
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads
-                self._done(thread, peer)
+        try:
+            while not self.is_ending:
+                self._accept_one()
+        finally:
+            self._is_accepting = False
+
+    def _accept_one(self) -> None:
+        try:
+            peer, _ = self._socket.accept()
+        except OSError:
+            # Closed; or out of descriptors, or a peer that went at once: the next may fare better.
+            time.sleep(_NAP_SECONDS if self.is_ending else 50 * _NAP_SECONDS)
+            return
+        if not self._free.acquire(blocking=False):
+            peer.close()
+            return
+        thread = threading.Thread(target=self._run, args=[peer], name="tensorlift-seed-talk", daemon=True)
+        self._talking[thread] = peer
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads
+            self._done(thread, peer)
 
     def _run(self, peer: socket.socket) -> None:
         thread = threading.current_thread()
@@ -101,11 +119,12 @@ class Listener:
 
     def _encrypted(self, thread: threading.Thread, peer: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
         peer.settimeout(_HANDSHAKE_SECONDS)
-        # close() has to find one of both that has the descriptor.
-        with self._lock:
-            wrapped = tls.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
-            self._talking[thread] = wrapped
+        wrapped = tls.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
+        self._talking[thread] = wrapped
         try:
+            # close() may have found the one that has no descriptor any more.
+            if self.is_ending:
+                raise ConnectionAbortedError("the seed ends")
             wrapped.do_handshake()
         except BaseException:
             wrapped.close()
@@ -113,10 +132,33 @@ class Listener:
         return wrapped
 
     def _done(self, thread: threading.Thread, peer: socket.socket) -> None:
-        with self._lock:
-            self._talking.pop(thread, None)
         peer.close()
         self._free.release()
+        self._talking.pop(thread, None)
+
+    def drop(self) -> None:
+        """In a child of the process, where no thread runs that would: what it would keep open for others."""
+        for inherited in (self._socket, *self._talking.values()):
+            descriptor = inherited.detach()
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def _drop_all() -> None:
+    for listener in list(_listeners):
+        listener.drop()
+
+
+os.register_at_fork(after_in_child=_drop_all)
+
+
+def _until(happens: Callable[[], bool]) -> None:
+    """By looking again and again: locks and events are no friends of signals' handlers."""
+    while not happens():
+        time.sleep(_NAP_SECONDS)
 
 
 def _listening(host: str, port: int) -> socket.socket:

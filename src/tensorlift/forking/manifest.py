@@ -140,6 +140,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     key: ModelKey
     layout: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
     transports: tuple[Offer, ...] = ()
+    off: dict[_Text, _Text] = {}
+    """Transports that the seed was told to offer and does not, each with the reason."""
     regions: tuple[Region, ...]
     tensors: tuple[Tensor, ...]
     digests: dict[_Text, _Digest] = {}

@@ -28,6 +28,10 @@ _GAUGES = {
     "readers": "Forks that hold a lease.",
     "connections": "Connections that chunks go over.",
     "epoch": "How often the weights have changed.",
+    "transports_off": "Transports that were asked for and are not there.",
+    "registered_bytes": "Memory that an engine of one-sided reads knows.",
+    "planning_us": "Microseconds that it took to see which memory is registered as one.",
+    "registering_us": "Microseconds that registering it took.",
 }
 
 

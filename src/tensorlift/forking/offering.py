@@ -26,8 +26,9 @@ from tensorlift.forking.manifest import (
 from tensorlift.forking.regions import Blocks, Placed, Regions, regions_by_block, regions_by_storage
 from tensorlift.format.quoting import quote
 from tensorlift.plan.extents import Extents
+from tensorlift.tensors.memory import pci_address
 
-__all__ = ["Named", "Offering", "blocks_of", "named_tensors", "native_device", "offer", "settle"]
+__all__ = ["Named", "Offering", "blocks_of", "gpu_of", "named_tensors", "native_device", "offer", "settle"]
 
 # Attributes of modules with what was computed for requests, not weights: an engine's KV cache, above all.
 _CACHES = re.compile(r"cache", re.IGNORECASE)
@@ -133,6 +134,12 @@ def native_device(device: torch.device) -> tuple[int, int]:
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def gpu_of(tensors: Iterable[Named]) -> str | None:
+    """Where the first GPU that holds some is plugged in; None for host memory, or if torch does not say."""
+    device = next((named.tensor.device for named in tensors if named.tensor.device.type == "cuda"), None)
+    return None if device is None else pci_address(_index(device))
 
 
 def settle(tensors: Iterable[Named]) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import SeedError
 from tensorlift.forking.chunks import ChunkQueue, checked
 from tensorlift.forking.client import SeedClient
+from tensorlift.forking.fabrics import ANY, Wiring
 from tensorlift.forking.manifest import Manifest
 from tensorlift.forking.matching import Errand
 from tensorlift.forking.pace import Held, Pace
-from tensorlift.forking.transports import TRANSPORTS, Connection, connect
+from tensorlift.forking.throttle import Pacer
+from tensorlift.forking.transports import FORKED, Connection, connect
 
 __all__ = ["Reader", "Source"]
 
@@ -50,6 +52,8 @@ class Source:
     connections: list[Connection] = field(default_factory=list)
     idle: int = 0
     """Connections that wait for something to do."""
+    registering: float = 0.0
+    """Seconds until memory was registered, of the connection that took longest."""
     closed_bytes: int = 0
     """What came over connections that are no more."""
 
@@ -75,12 +79,17 @@ class Reader:
         connections: int,
         patience: float,
         digests: str,
-        transports: Sequence[str] = TRANSPORTS,
+        transports: Sequence[str] = FORKED,
+        wiring: Wiring = ANY,
+        limit: int | None = None,
     ) -> None:
-        """``connections``: to each source; ``patience``: seconds that one may do nothing; see checked()."""
+        """``connections``: to each source; ``patience``: seconds that one may do nothing; see checked().
+        ``limit``: bytes a second, from all sources together.
+        """
+        self._wiring = wiring
         chunks = [errand.chunk for errand in errands]
         self.queue, self._checked = ChunkQueue(chunks), checked(chunks, digests)
-        self._pace = Pace(patience)
+        self._pace, self._pacer = Pace(patience), Pacer(limit or 0)
         self._errands, self._sources, self._token = errands, sources, token
         self._connections, self._patience, self._transports = connections, patience, transports
         self._state = threading.Condition()
@@ -88,8 +97,8 @@ class Reader:
         self._working = 0
         self._failure: BaseException | None = None
 
-    def run(self, tick: Callable[[int], object]) -> None:
-        """Until all has come, or nobody is left who may bring the rest. ``tick``: told the bytes there."""
+    def run(self, tick: Callable[[Mapping[str, int]], object]) -> None:
+        """Until all has come, or nobody is left who may bring the rest. ``tick``: told bytes by source."""
         threads: list[threading.Thread] = []
         try:
             threads += [
@@ -104,7 +113,7 @@ class Reader:
             while self._working:
                 with self._state:
                     self._state.wait_for(lambda: not self._working, 0.2)
-                tick(sum(self.queue.bytes_by_source().values()))
+                tick(self.queue.bytes_by_source())
                 self._renew()
                 self._watch()
         finally:
@@ -202,8 +211,9 @@ class Reader:
 
     def _pull(self, source: Source) -> None:
         made = connect(
-            source.manifest.transports, self._token, source.lease, self._patience, self._transports
-        )
+            source.manifest.transports, self._token, source.lease, self._patience, self._transports,
+            self._wiring,
+        )  # fmt: skip
         connection = made.connection
         try:
             with self._state:
@@ -213,6 +223,7 @@ class Reader:
         finally:
             with self._state:
                 source.transport = made.transport
+                source.registering = max(source.registering, connection.registering)
                 if connection in source.connections:
                     source.closed_bytes += connection.moved
                     source.connections.remove(connection)
@@ -222,8 +233,13 @@ class Reader:
         """A chunk to bring; waits while others hold what may come back."""
         with self._state:
             while not (self._stopping or source.gone or self.queue.is_done):
+                # Nothing is held meanwhile, so that others may bring it.
+                if wait := self._pacer.wait():
+                    self._state.wait(min(wait, 0.2))
+                    continue
                 number = self.queue.take(source.name)
                 if number is not None:
+                    self._pacer.asked(self.queue.chunk(number).nbytes)
                     return number
                 source.idle += 1
                 self._state.wait(0.2)

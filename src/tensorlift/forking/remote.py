@@ -20,7 +20,7 @@ import torch
 from tensorlift.errors import ForkError, ManifestError, OptionError, OutOfMemoryError, RequestError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
-from tensorlift.forking.fork import fork_into
+from tensorlift.forking.fork import alike, fork_into
 from tensorlift.forking.manifest import SPLITS, Manifest, ModelKey, Tensor
 from tensorlift.forking.tokens import TOKEN_VARIABLE, token_of
 from tensorlift.forking.urls import split_url
@@ -92,26 +92,37 @@ class SeedCheckpoint(Checkpoint):
     """What a seed offers, in one epoch, as the table of a checkpoint's tensors; nothing is read yet."""
 
     def __init__(
-        self, url: str, token: str | None = None, *, ca: Ca | None = None, as_it_is: bool = False
+        self,
+        source: str | Sequence[str],
+        token: str | None = None,
+        *,
+        ca: Ca | None = None,
+        as_it_is: bool = False,
     ) -> None:
-        """Asks the seed. ``token``: TENSORLIFT_TOKEN where it is None. ``ca``: whom one under TLS is trusted
-        by, else whom the system trusts (and SSL_CERT_FILE). ``as_it_is``: also for what is no whole
-        checkpoint.
+        """Asks the seed, or several of the same weights. ``token``: TENSORLIFT_TOKEN where it is None.
+        ``ca``: whom one under TLS is trusted by, else whom the system trusts (and SSL_CERT_FILE).
+        ``as_it_is``: also for what is no whole checkpoint.
 
         Raises RequestError for what is no such URL, SeedError, ManifestError, and ForkError where the seed
-        has another model, or weights that are not those of a checkpoint.
+        has another model, or weights that are not those of a checkpoint; of several the others go on.
         """
-        base, model = _parsed(url)
+        urls = [source] if isinstance(source, str) else list(source)
         token = token_of() if token is None else token
-        self.client, self.token, self._ca = SeedClient(base, token, ca=ca), token, ca
-        self.manifest = self.client.manifest()
-        if model and model != self.manifest.key.model:
-            raise ForkError(
-                f"{clean(url)}: the seed has {quote(self.manifest.key.model)}, not {quote(model)}; name that "
-                "one, or none to take what is there"
-            )
-        if not as_it_is:
-            _check_is_checkpoint(self.manifest.key, url)
+        named = {SeedClient(_parsed(url)[0], token, ca=ca): url for url in urls}
+
+        def look(client: SeedClient) -> Manifest:
+            found, url = client.manifest(), named[client]
+            _check_is_wanted(found.key, url, as_it_is)
+            return found
+
+        self.left: dict[str, str] = {}
+        """Seeds that are not read any more, by URL, and why."""
+        seeds = alike(list(named), None, look, self.left)
+        self._seen = {seed.name: seed.manifest for seed in seeds}
+        self.client, self.token, self._ca = seeds[0].client, token, ca
+        self.manifest, url = seeds[0].manifest, named[seeds[0].client]
+        self._came: dict[str, int] = {}
+        self._coming: Mapping[str, int] = {}
         header = _header(self.manifest, url)
         shard = Shard(url, os.fsencode(url), int(header.sizes.sum()), 0, 0, header)
         super().__init__(
@@ -119,6 +130,12 @@ class SeedCheckpoint(Checkpoint):
             header.sizes, header.shapes, url,
         )  # fmt: skip
         self._entries = {tensor.name: tensor for tensor in self.manifest.tensors}
+
+    @property
+    def by_source(self) -> dict[str, int]:
+        """Bytes that have come so far, by URL."""
+        names = dict.fromkeys((*self._came, *self._coming))
+        return {name: self._came.get(name, 0) + self._coming.get(name, 0) for name in names}
 
     def batches(self, names: Sequence[str], limit: int) -> Iterator[list[str]]:
         """The names in parts of at most so many bytes, or of one tensor."""
@@ -180,16 +197,24 @@ class SeedCheckpoint(Checkpoint):
     def _fork(self, tensors: Mapping[str, torch.Tensor], before: int, told: Told) -> None:
         nbytes = self._nbytes(tensors)
         told(before)
-        if tensors:
-            fork_into(
-                tensors,
-                self.client.url,
-                token=self.token or None,
-                ca=self._ca,
-                part_of=self.manifest,
-                # What comes has gaps between tensors too, and what is one under two names comes once.
-                progress=lambda done, total: told(before + done * nbytes // max(total, 1)),
-            )
+        if not tensors:
+            return
+
+        def tell(done: int, total: int, *, by_source: Mapping[str, int]) -> None:
+            self._coming = by_source
+            # What comes has gaps between tensors too, and what is one under two names comes once.
+            told(before + done * nbytes // max(total, 1))
+
+        asked = [url for url in self._seen if url not in self.left]
+        came = fork_into(
+            tensors, asked, token=self.token or None, ca=self._ca, part_of=self._seen, progress=tell
+        )
+        self._coming = came.by_source
+        self._came, self._coming = self.by_source, {}
+        gone = dict(text.split(": ", 1) for text in came.left)
+        if len(gone) < len(asked):
+            # They are not asked again for each part, where somebody else is there.
+            self.left |= gone
 
     def _nbytes(self, names: Sequence[str] | Mapping[str, object]) -> int:
         return sum(int(self.sizes[self.index(name)]) for name in names)
@@ -214,7 +239,15 @@ def _parsed(url: str) -> tuple[str, str]:
     return place.url, urllib.parse.unquote(model)
 
 
-def _check_is_checkpoint(key: ModelKey, url: str) -> None:
+def _check_is_wanted(key: ModelKey, url: str, as_it_is: bool) -> None:
+    model = _parsed(url)[1]
+    if model and model != key.model:
+        raise ForkError(
+            f"{clean(url)}: the seed has {quote(key.model)}, not {quote(model)}; name that one, or none to "
+            "take what is there"
+        )
+    if as_it_is:
+        return
     if key.processed:
         raise ForkError(
             f"{clean(url)}: the seed has weights as an instance keeps them behind its load, which need not "

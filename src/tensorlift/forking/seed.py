@@ -8,21 +8,27 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from tensorlift.errors import OptionError
+from tensorlift.forking.client import SeedClient
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
+from tensorlift.forking.fabrics import Wiring, wired
 from tensorlift.forking.joining import Joined, front_of
 from tensorlift.forking.keys import check_host, checked_key, checked_token, checked_weights, told_key
 from tensorlift.forking.leases import Lease, Leases
 from tensorlift.forking.links import link_rate
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Manifest, ModelKey, encode, layout_digest
-from tensorlift.forking.offering import named_tensors, offer, settle
+from tensorlift.forking.nics import chosen
+from tensorlift.forking.offering import gpu_of, named_tensors, offer, settle
 from tensorlift.forking.ranks import JoinRequest, RankTable
+from tensorlift.forking.sglang_answer import info
 from tensorlift.forking.throttle import parse_limit
-from tensorlift.forking.transports import Served
+from tensorlift.forking.transports import SERVED, Served
 from tensorlift.forking.whole import checked_digests, made_digests
 from tensorlift.options import parse_count, parse_seconds
 
@@ -32,6 +38,8 @@ __all__ = ["Follower", "Seed"]
 _MOST_TALKS = 64
 # A fork that died holds its lease no longer.
 _LONGEST_LEASE = 60.0
+# For SGLang, which asks once, and whose requests have no end of their own.
+_REGISTERING_SECONDS = 25.0
 
 
 def _check_port(port: object) -> None:
@@ -75,14 +83,18 @@ class Seed:
         join: str | None = None,
         ca: Ca | None = None,
         join_timeout: float = 10.0,
-        transports: Sequence[str] = ("shm", "tcp"),
+        transports: Sequence[str] | None = None,
+        devices: Sequence[str] | None = None,
+        protocol: str = "",
         digests: bool | Mapping[str, str] = False,
     ) -> None:
         """Begins.
 
-        limit: such as "2GB/s", or "25%" of the network's rate; readers: forks at once; weights: the version;
-        transports: which are offered, see docs/fork.md; digests: of whole tensors, those that are known by
-        name (see whole.py), or True to make them, now and behind each update, of what is in host memory.
+        limit: such as "2GB/s", or "25%" of the rate of the NICs or the network; readers: forks at once;
+        weights: the version; transports: which are offered (shm and tcp), devices, protocol: the NICs of
+        mooncake and nixl, and what they move bytes by (docs/fork.md); digests: of whole tensors, those that
+        are known by name (see whole.py), or True to make them, now and behind each update, of what is in host
+        memory.
         tls: (file of certificates, file of their key), or an ssl.SSLContext, for what is asked over HTTP.
         join: the URL of another seed, of the same token, that names this one to forks which want its key; ca:
         a file of certificates to trust that one by; join_timeout: seconds it may not be there yet. Raises
@@ -104,21 +116,26 @@ class Seed:
         self.instance, self._process = secrets.token_hex(16), os.getpid()
         self._leases = Leases(readers, _LONGEST_LEASE)
         self._changed = threading.Condition()
-        rate = parse_limit(limit, "limit", lambda: link_rate(host))
+        kinds = SERVED if transports is None else transports
+        nics = chosen(devices, kinds, self.key.tp[0], gpu_of(self._named), protocol)
+        rate = parse_limit(limit, "limit", lambda: nics.rate or link_rate(host))
         self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS, encrypted)
         try:
-            self._served = Served(
-                self._offering.memories, self._is_live, host=host, token=token, limit=rate,
-                transports=transports,
-            )  # fmt: skip
-            self._makes_digests, known = digests is True, checked_digests(digests, self._offering)
-            self._publish(made_digests(self._offering) if self._makes_digests else known)
-            self._http.start()
-            if front is not None:
-                self._joined = Joined(front, JoinRequest(self.instance, self.key, self.url), join_timeout)
+            self._served = self._serve(host, rate, kinds, wired(nics.names, protocol))
+            self._begin(digests, front, join_timeout)
         except BaseException:
             self.close()
             raise
+
+    def _begin(
+        self, digests: bool | Mapping[str, str], front: SeedClient | None, join_timeout: float
+    ) -> None:
+        """Answers from now on, here and behind the front."""
+        self._makes_digests, known = digests is True, checked_digests(digests, self._offering)
+        self._publish(made_digests(self._offering) if self._makes_digests else known)
+        self._http.start()
+        if front is not None:
+            self._joined = Joined(front, JoinRequest(self.instance, self.key, self.url), join_timeout)
 
     @property
     def url(self) -> str:
@@ -138,11 +155,33 @@ class Seed:
         for follower in self._followers:
             follower.changed()
 
+    def _serve(self, host: str, rate: int | None, transports: Sequence[str], wiring: Wiring) -> Served:
+        return Served(
+            self._offering.memories, self._is_live, host=host, token=self.token, limit=rate,
+            transports=transports, wiring=wiring, owner=self._named,
+        )  # fmt: skip
+
+    @property
+    def off(self) -> dict[str, str]:
+        """Transports that were asked for and are not there, each with the reason."""
+        return self._served.off
+
+    def sglang(self, rank: int) -> dict[str, Any] | str | None:
+        """What SGLang is told of a rank; the URL of who knows; None where nobody does. LeaseRefusedError."""
+        for other in self.ranks.ranks(time.monotonic()):
+            if other.key == msgspec.structs.replace(self.key, tp=(rank, self.key.tp[1])) and other.url:
+                return other.url
+        address = self._served.mooncake(_REGISTERING_SECONDS) if rank == self.key.tp[0] else None
+        if address is None:
+            return None
+        self.grant(_LONGEST_LEASE)
+        return info(rank, address, self._offering.tensors, self._offering.memories)
+
     def _publish(self, digests: Mapping[str, str]) -> None:
         offering = self._offering
         manifest = Manifest(
             instance=self.instance, epoch=self._leases.epoch, weights=self._weights, key=self.key,
-            layout=layout_digest(offering.tensors), transports=self._served.offers,
+            layout=layout_digest(offering.tensors), transports=self._served.offers, off=self.off,
             regions=offering.regions, tensors=offering.tensors, digests=dict(digests),
         )  # fmt: skip
         tag = f'"{self.instance}-{manifest.epoch}{"-digests" if digests else ""}"'

@@ -74,12 +74,12 @@ class Sender:
 
     def set_epoch(self, epoch: int, is_open: bool) -> None:
         """What is asked for with another epoch, or while it is not open, is refused from now on."""
-        if self._handle.value is not None:
+        with contextlib.suppress(RefusedError):  # closed, be it amid this
             abi_fork.sender_set_epoch(self._handle, epoch, is_open)
 
     def stats(self) -> dict[str, int]:
         """connections now; sent_bytes, sent_chunks, refused_chunks, stale_chunks, bad_requests so far."""
-        if self._handle.value is not None:
+        with contextlib.suppress(RefusedError):  # closed, be it amid this: what was counted last
             self._counted = abi_fork.sender_stats(self._handle)
         names = [field[0] for field in self._counted._fields_ if field[0] != "struct_size"]
         return {name: getattr(self._counted, name) for name in names}

@@ -14,7 +14,7 @@ from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Offer
 from tensorlift.forking.sender import Sender
 
-__all__ = ["TcpConnection", "TcpServer"]
+__all__ = ["TcpConnection", "TcpServer", "connected"]
 
 _MOST_HANDSHAKES = 32
 # After which the kernel asks whether the other host is still there; twice that and there is nobody.
@@ -23,6 +23,8 @@ _SILENT_SECONDS = 60
 
 class TcpServer:
     """Listens for forks."""
+
+    kind = "tcp"
 
     def __init__(self, sender: Sender, host: str) -> None:
         """Begins. Raises OSError where it cannot listen there."""
@@ -37,7 +39,7 @@ class TcpServer:
     @property
     def offer(self) -> Offer:
         """host:port."""
-        return Offer("tcp", self._listener.address)
+        return Offer(self.kind, self._listener.address)
 
     def close(self) -> None:
         """Lets nobody in any more."""
@@ -50,23 +52,31 @@ class TcpServer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_SECONDS)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_SECONDS // 4)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-        self._sender.admit(peer, lambda: self._listener.is_ending)
+        self._sender.admit(peer, lambda: self._listener.is_ending, self._tell)
+
+    def _tell(self, peer: socket.socket) -> None:
+        """What a fork is told behind the handshake: nothing."""
 
 
 class TcpConnection(SocketConnection):
     """Bytes come over the network."""
 
     def __init__(self, address: str, token: str, lease: str, seconds: float) -> None:
-        """Connects. ``seconds``: how long the seed may do nothing, here and for each chunk.
+        """Connects: see connected()."""
+        super().__init__(connected(address, token, lease, seconds), seconds)
 
-        Raises ConnectionRefusedError where the seed does not take token or lease; OSError.
-        """
-        host, _, port = address.rpartition(":")
-        peer = socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)
-        try:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            introduce(peer, token, lease)
-            super().__init__(peer, seconds)
-        except BaseException:
-            peer.close()
-            raise
+
+def connected(address: str, token: str, lease: str, seconds: float) -> socket.socket:
+    """A socket to a TcpServer, behind the handshake. ``seconds``: how long the seed may do nothing for.
+
+    Raises ConnectionRefusedError where the seed does not take token or lease; OSError.
+    """
+    host, _, port = address.rpartition(":")
+    peer = socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)
+    try:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        introduce(peer, token, lease)
+    except BaseException:
+        peer.close()
+        raise
+    return peer

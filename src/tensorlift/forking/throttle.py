@@ -1,14 +1,15 @@
-"""How fast a seed lets itself be read, as its owner says it."""
+"""How fast a seed lets itself be read, and a fork reads: as their owners say it, and kept by chunk."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 
 from tensorlift.errors import OptionError
 from tensorlift.options import parse_rate
 
-__all__ = ["parse_limit"]
+__all__ = ["Pacer", "parse_limit"]
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
@@ -38,3 +39,30 @@ def parse_limit(value: object, name: str, device_rate: Callable[[], float | None
             f'{name} is {value!r}; expected a size a second, such as "2GB/s", or a share of the network\'s '
             'rate, such as "25%"'
         ) from None
+
+
+class Pacer:
+    """When the next chunk may be asked for, to keep to so many bytes a second. No lock of its own.
+
+    It goes by what was asked for: a chunk comes as fast as it can, be it that the fork reads by itself, and
+    the next one waits until its time is over.
+    """
+
+    def __init__(self, rate: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        """``rate``: bytes a second, 0 for any number; it may be changed."""
+        self.rate, self._clock = rate, clock
+        self._since, self._owed = clock(), 0.0
+
+    def wait(self) -> float:
+        """Seconds until the next chunk may be asked for."""
+        if not self.rate:
+            return 0.0
+        now = self._clock()
+        self._owed = max(0.0, self._owed - (now - self._since) * self.rate)
+        self._since = now
+        return self._owed / self.rate
+
+    def asked(self, nbytes: int) -> None:
+        """A chunk is on its way."""
+        self.wait()
+        self._owed = self._owed + nbytes if self.rate else 0.0

@@ -5,6 +5,7 @@ A seed offers all that it can (Served); a fork takes the best one that works bet
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -12,16 +13,32 @@ from tensorlift.engine import abi, abi_fork
 from tensorlift.errors import OptionError
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.connection import NotHereError
+from tensorlift.forking.fabrics import ANY, FabricError, Wiring
 from tensorlift.forking.manifest import Offer
 from tensorlift.forking.memory import MemoryConnection, MemoryServer
+from tensorlift.forking.one_sided import ENGINES, OneSidedConnection, OneSidedServer, check_there
 from tensorlift.forking.sender import Sender
 from tensorlift.forking.shm import ShmConnection, ShmServer
 from tensorlift.forking.tcp import TcpConnection, TcpServer
 
-__all__ = ["TRANSPORTS", "Connected", "Connection", "Served", "Server", "check_transports", "connect"]
+__all__ = [
+    "FORKED",
+    "SERVED",
+    "TRANSPORTS",
+    "Connected",
+    "Connection",
+    "Served",
+    "Server",
+    "check_transports",
+    "connect",
+]
 
-TRANSPORTS = ("memory", "shm", "tcp")
+_log = logging.getLogger("tensorlift")
+
+TRANSPORTS = ("memory", "shm", *ENGINES, "tcp")
 """The best first. memory is for tests: both in one process."""
+SERVED, FORKED = ("shm", "tcp"), ("memory", "shm", "tcp")
+"""What a seed offers and a fork takes where nothing is said: those that need nothing else."""
 
 
 class Server(Protocol):
@@ -45,6 +62,10 @@ class Connection(Protocol):
     @property
     def moved(self) -> int:
         """Bytes that have come so far, also while another thread is in fetch()."""
+
+    @property
+    def registering(self) -> float:
+        """Seconds that went by until memory was registered, here and there."""
 
     def fetch(
         self,
@@ -82,9 +103,14 @@ _CONNECTIONS: Mapping[str, Callable[[str, str, str, float], Connection]] = {
 
 
 def check_transports(kinds: Sequence[str]) -> tuple[str, ...]:
-    """These, the best first. Raises OptionError for one that there is not, and for none."""
+    """These, the best first. Raises OptionError for one that there is not, for none, and for one whose engine
+    is not installed.
+    """
     if isinstance(kinds, str) or not kinds or set(kinds) - set(TRANSPORTS):
         raise OptionError(f"transports is {kinds!r}; expected some of {', '.join(TRANSPORTS)}, in a list")
+    for kind in ENGINES:
+        if kind in kinds:
+            check_there(kind)
     return tuple(kind for kind in TRANSPORTS if kind in kinds)
 
 
@@ -99,21 +125,34 @@ class Served:
         host: str = "127.0.0.1",
         token: str = "",
         limit: int | None = None,
-        transports: Sequence[str] = ("shm", "tcp"),
+        transports: Sequence[str] = SERVED,
+        wiring: Wiring = ANY,
+        owner: object = None,
     ) -> None:
         """Begins. ``regions`` stay until close(); ``is_live``: whether it is a lease; ``limit``: bytes/s, of
-        all transports together.
+        all transports together; ``owner``: keeps regions that can be read behind close(). A transport whose
+        engine does not begin is ``off``.
 
         Raises OSError where it cannot listen on host, or by no transport; OptionError; RequestError
         for a device that cannot be read.
         """
         kinds = check_transports(transports)
         self._servers: list[Server] = []
+        self._one_sided: dict[str, OneSidedServer] = {}
+        self._off: dict[str, str] = {}
         self._sender = Sender(regions, is_live, token, limit)
         try:
             for kind in kinds:
                 try:
-                    self._servers.append(_SERVERS[kind](self._sender, host))
+                    if kind in ENGINES:
+                        self._one_sided[kind] = OneSidedServer(kind, self._sender, host, wiring, owner)
+                        self._servers.append(self._one_sided[kind])
+                    else:
+                        self._servers.append(_SERVERS[kind](self._sender, host))
+                except FabricError as error:
+                    # Whoever serves goes on serving.
+                    self._off[kind] = str(error)
+                    _log.warning("a seed does without %s: %s", kind, error)
                 except OSError:
                     # What is only faster need not work everywhere.
                     if kind == kinds[-1]:
@@ -127,13 +166,32 @@ class Served:
         """What the manifest says of them, the best first."""
         return tuple(server.offer for server in self._servers)
 
+    @property
+    def off(self) -> dict[str, str]:
+        """Transports that were wanted and are not there, each with the reason."""
+        broken = {kind: server.registration.problem for kind, server in self._one_sided.items()}
+        return self._off | {kind: why for kind, why in broken.items() if why}
+
+    def mooncake(self, seconds: float) -> str | None:
+        """Where Mooncake's engine listens, once it knows all; None where it is not there or does not."""
+        server = self._one_sided.get("mooncake")
+        return None if server is None else server.address(seconds)
+
     def set_epoch(self, epoch: int, is_open: bool) -> None:
         """What is asked for with another epoch, or while it is not open, is refused from now on."""
         self._sender.set_epoch(epoch, is_open)
 
     def stats(self) -> dict[str, int]:
-        """See Sender.stats()."""
-        return self._sender.stats()
+        """See Sender.stats(); and transports_off, registered_bytes, and planning and registering in
+        microseconds, of all engines.
+        """
+        known = [server.registration for server in self._one_sided.values()]
+        return self._sender.stats() | {
+            "transports_off": len(self.off),
+            "registered_bytes": sum(one.nbytes for one in known),
+            "planning_us": int(1e6 * sum(one.planning_seconds for one in known)),
+            "registering_us": int(1e6 * sum(one.seconds for one in known)),
+        }
 
     def close(self) -> None:
         """Ends every connection; after it no byte of a region is read by this process."""
@@ -157,7 +215,12 @@ class Connected(NamedTuple):
 
 
 def connect(
-    offers: Iterable[Offer], token: str, lease: str, seconds: float, transports: Sequence[str] = TRANSPORTS
+    offers: Iterable[Offer],
+    token: str,
+    lease: str,
+    seconds: float,
+    transports: Sequence[str] = FORKED,
+    wiring: Wiring = ANY,
 ) -> Connected:
     """By the best transport that is offered and can be had here. ``seconds``: the seed may do nothing for.
 
@@ -168,9 +231,14 @@ def connect(
     passed = []
     for kind in check_transports(transports):
         if kind not in addresses:
+            if kind in ENGINES:
+                passed.append(f"not {kind}: the seed does not offer it")
             continue
         try:
-            made = _CONNECTIONS[kind](addresses[kind], token, lease, seconds)
+            if kind in ENGINES:
+                made: Connection = OneSidedConnection(kind, addresses[kind], token, lease, seconds, wiring)
+            else:
+                made = _CONNECTIONS[kind](addresses[kind], token, lease, seconds)
         except NotHereError as error:
             passed.append(f"not {kind}: {error}")
             continue

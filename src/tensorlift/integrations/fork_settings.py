@@ -112,7 +112,7 @@ def _parsed(given: Mapping[str, Any]) -> ForkSettings:
     parse_limit(limit, "limit", lambda: 1e9)
     publish = _publish(given.get("publish"))
     if publish is not None:
-        from tensorlift.forking.seed import check_host
+        from tensorlift.forking.keys import check_host
 
         check_host(publish.host, token or "", publish.insecure)
     return ForkSettings(seed, registry, fallback, token, limit, publish, _texts(given, "devices"), transports)

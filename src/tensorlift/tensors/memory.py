@@ -147,7 +147,7 @@ class CudaMemory:
         self.device = torch.device("cuda", index)
         self.native_kind, self.native_index = abi.DEVICE_HIP if hip else abi.DEVICE_CUDA, index
         self.dlpack_device = (_DL_ROCM if hip else _DL_CUDA, index)
-        self.pci_address = _pci_address(index)
+        self.pci_address = pci_address(index)
         self._pool: torch.cuda.MemPool | None = None
         self._checked = self._outside = False
         with torch.cuda.device(index):
@@ -310,7 +310,7 @@ def record_stream(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
 
 
-def _pci_address(index: int) -> str | None:
+def pci_address(index: int) -> str | None:
     """Where a device is plugged in, as sysfs names it; None where this torch does not say."""
     about = torch.cuda.get_device_properties(index)
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")

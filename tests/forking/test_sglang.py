@@ -1,0 +1,208 @@
+"""SGLang's protocol, both ways, with Mooncake over TCP and without SGLang (tests/engines has it with)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from support import one_sided as support
+from tensorlift import fork
+from tensorlift.engine.abi_fork import Memory
+from tensorlift.errors import ForkError, OptionError, SeedError
+from tensorlift.forking.fabrics import Shared
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.mooncake import Mooncake
+from tensorlift.forking.seed import Seed
+from tensorlift.forking.sglang_answer import PATHS, rank_of
+
+KEY = ModelKey(model="m", tp=(1, 2))
+
+
+@pytest.fixture(autouse=True)
+def _there() -> Iterator[None]:
+    support.need("mooncake")
+    with support.nothing_left():
+        yield
+
+
+class Model(torch.nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(300, 200, dtype=torch.bfloat16)
+        self.many = torch.nn.ParameterList(torch.nn.Parameter(torch.empty(3)) for _ in range(1500))
+        self.large = torch.nn.Parameter(torch.empty(5_000_000))
+        self.turned = torch.nn.Parameter(torch.empty(40, 30).t())
+        self.tied = self.large
+        self.register_buffer("own", torch.full((4,), value), persistent=False)
+        with torch.no_grad():
+            for at, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) + at + value)
+
+
+class Server:
+    """As an SGLang server answers, of memory that its engine has registered one parameter by one."""
+
+    def __init__(self, model: Model) -> None:
+        self.shared = Shared.borrow(Mooncake, support.OVER_TCP, "127.0.0.1")
+        self.memories = [Memory(one.data_ptr(), one.nbytes) for one in model.parameters()]
+        self.shared.fabric.register(self.memories)
+        session = self.shared.fabric.session().partition("/")[0]
+        self.said: list[Any] = [session, {
+            name: (one.data_ptr(), one.numel(), one.element_size()) for name, one in model.named_parameters()
+        }]  # fmt: skip
+        self.asked: list[str] = []
+        answers = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                answers.asked.append(self.path)
+                body = json.dumps({"rank": 0, "remote_instance_transfer_engine_info": answers.answer()})
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.http.serve_forever, args=[0.01])
+        self.thread.start()
+        self.url = f"sglang+http://127.0.0.1:{self.http.server_address[1]}"
+
+    def answer(self) -> list[Any]:
+        return self.said
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.thread.join()
+        self.http.server_close()
+        self.shared.fabric.unregister(self.memories)
+        self.shared.give_back()
+
+
+@contextlib.contextmanager
+def serving(model: Model) -> Iterator[Server]:
+    with contextlib.closing(Server(model)) as made:
+        yield made
+
+
+def alike(one: Model, other: Model) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_a_fork_of_a_server_of_sglang() -> None:
+    theirs, ours, told = Model(1), Model(2), []
+    with serving(theirs) as server:
+        came = fork(server.url, into=ours, key=KEY, protocol="tcp", progress=lambda *now: told.append(now))
+    assert alike(theirs, ours)
+    assert server.asked == [f"{PATHS[0]}?rank=1"] * 2
+    assert came.own == ("own",)
+    assert torch.equal(ours.own, torch.full((4,), 2.0))
+    nbytes = sum(one.nbytes for one in theirs.parameters())
+    assert (came.bytes, told[-1]) == (nbytes, (nbytes, nbytes))
+    (how,) = came.transports.values()
+    assert how == "mooncake (tcp); SGLang's protocol, which has neither digests nor epochs"
+    assert came.registering_seconds > 0
+
+
+def test_what_the_server_does_not_have_or_has_otherwise() -> None:
+    theirs, ours = Model(1), Model(2)
+    with serving(theirs) as server:
+        places = server.said[1]
+        there = places.pop("many.7")
+        with pytest.raises(ForkError, match=r"where 1 tensor of the model are: 'many\.7'"):
+            fork(server.url, into=ours, protocol="tcp")
+        places["many.7"] = (there[0], 4, there[2])
+        with pytest.raises(ForkError, match=r"'many\.7' has 3 elements of 4 bytes here, 4 of 4 there"):
+            fork(server.url, into=ours, protocol="tcp")
+        assert torch.equal(ours.large, Model(2).large)
+        places["many.7"] = (16, *there[1:])
+        with pytest.raises(ForkError, match=r"Mooncake's read of .* failed.*are not complete"):
+            fork(server.url, into=ours, protocol="tcp")
+
+
+def test_a_server_that_was_restarted_meanwhile() -> None:
+    theirs, ours = Model(1), Model(2)
+    with serving(theirs) as server:
+        answers = iter([server.said, ["127.0.0.1:1", server.said[1]]])
+        server.answer = lambda: next(answers)  # type: ignore[method-assign]
+        with pytest.raises(ForkError, match="says something else of its memory than before"):
+            fork(server.url, into=ours, protocol="tcp")
+
+
+def test_files_stand_in(tmp_path: Any) -> None:
+    from safetensors.torch import save_file
+
+    theirs, ours = {"a": torch.arange(10)}, {"a": torch.zeros(10, dtype=torch.int64)}
+    save_file(theirs, tmp_path / "model.safetensors")
+    with serving(Model(1)) as server:
+        came = fork(server.url, into=ours, protocol="tcp", fallback=tmp_path)
+    assert torch.equal(ours["a"], theirs["a"])
+    assert came.by_source == {"files": 80}
+    assert "does not say where" in came.left[0]
+
+
+def test_other_transports_are_refused() -> None:
+    with pytest.raises(OptionError, match="SGLang's protocol has mooncake alone"):
+        fork("sglang+http://127.0.0.1:1", into=Model(1), transports=["tcp"])
+
+
+def ask(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def test_a_seed_answers_as_a_server_of_sglang_does() -> None:
+    """The front for its own rank, and where another is for that one's; an update waits for who was told."""
+    theirs, ours = Model(1), Model(3)
+    options: dict[str, Any] = {"transports": ["mooncake"], "protocol": "tcp"}
+    with (
+        Seed(Model(0), ModelKey(model="m", tp=(0, 2)), **options) as front,
+        Seed(theirs, KEY, join=front.url, **options) as running,
+    ):
+        for path in PATHS:
+            said = ask(f"{front.url}{path}?rank=1")
+            assert said == ask(f"{running.url}{path}?rank=1")
+            assert said["rank"] == 1
+            session, places = said["remote_instance_transfer_engine_info"]
+            assert session.startswith("127.0.0.1:")
+            assert places["large"] == [theirs.large.data_ptr(), 5_000_000, 4]
+        assert running.stats()["readers"] == 4
+        for rank in ("2", "x", "-1", ""):
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                ask(f"{running.url}{PATHS[0]}?rank={rank}")
+        fork(f"sglang+{running.url}", into=ours, key=KEY, protocol="tcp")
+        assert alike(theirs, ours)
+        assert torch.equal(ours.own, theirs.own)
+
+
+def test_a_seed_without_mooncake_or_in_an_update_says_so() -> None:
+    with (
+        Seed({"a": torch.zeros(3)}, "k") as running,
+        pytest.raises(SeedError, match="says nothing of rank 0"),
+    ):
+        fork(f"sglang+{running.url}", into={"a": torch.zeros(3)})
+    options: dict[str, Any] = {"transports": ["mooncake"], "protocol": "tcp"}
+    with (
+        Seed({"a": torch.zeros(3)}, "k", **options) as running,
+        running.updating(),
+        pytest.raises(urllib.error.HTTPError, match="503"),
+    ):
+        ask(f"{running.url}{PATHS[0]}?rank=0")
+
+
+def test_what_is_asked_for() -> None:
+    assert rank_of("/v1/state?rank=1") is None
+    assert rank_of(f"{PATHS[1]}?rank=12") == 12
+    assert (
+        rank_of(PATHS[0]) == rank_of(f"{PATHS[0]}?rank=1e3") == rank_of(f"{PATHS[0]}?rank=9999999999") == -1
+    )
