@@ -170,6 +170,8 @@ def fake(plain: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
         (ANY, {"MOONCAKE_DEVICE": "mlx5_2"}, ("rdma", "mlx5_2")),
         (Wiring("", ("mlx5_1", "mlx5_3")), {"MOONCAKE_DEVICE": "mlx5_2"}, ("rdma", "mlx5_1,mlx5_3")),
         (Wiring("tcp"), {"MOONCAKE_PROTOCOL": "rdma"}, ("tcp", "")),
+        (ANY, {"MC_FORCE_HCA": "1"}, ("rdma", "")),
+        (ANY, {"MC_FORCE_TCP": "1", "MOONCAKE_DEVICE": "mlx5_2"}, ("tcp", "mlx5_2")),
         (Wiring("rdma", ("mlx5_1",)), {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}, ("rdma", "mlx5_1")),
     ],
 )

@@ -62,8 +62,13 @@ class _Descriptor(msgspec.Struct):
 
 def protocol_of(wiring: Wiring) -> str:
     """What is asked for: by the caller, by the environment, or by a NIC that is there."""
+    if asked := wiring.protocol or os.environ.get(PROTOCOL_VARIABLE, ""):
+        return asked
+    for protocol, variable in _FORCED.items():
+        if os.environ.get(variable):
+            return protocol
     has_nic = wiring.devices or os.environ.get(DEVICE_VARIABLE) or (_NICS.is_dir() and any(_NICS.iterdir()))
-    return wiring.protocol or os.environ.get(PROTOCOL_VARIABLE, "") or ("rdma" if has_nic else "tcp")
+    return "rdma" if has_nic else "tcp"
 
 
 class Mooncake:
