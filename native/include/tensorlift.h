@@ -261,6 +261,10 @@ TL_API tl_status tl_engine_file_info(tl_engine *engine, int32_t file, tl_file_in
 /* Starts no further read; waits answer TL_ERR_CANCELLED. */
 TL_API tl_status tl_engine_cancel(tl_engine *engine, tl_error *error);
 
+/* The device may never rest, as behind a collective whose other rank is gone, and the driver gives pinned memory back only
+ * when it does: at its end the engine sets its ring aside, for tl_pinned_release. */
+TL_API tl_status tl_engine_set_aside(tl_engine *engine, tl_error *error);
+
 /* Cancels, waits for reads and copies that are under way, frees everything. After it no byte is written to any
  * destination. In a forked child it only forgets. Answers what the driver has said, also of copies that had landed, which
  * is when they are issued; the engine is gone all the same. Blocks. */

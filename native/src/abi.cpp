@@ -166,6 +166,13 @@ void tl_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]) {
     std::memcpy(digest, made.bytes, sizeof made.bytes);
 }
 
+tl_status tl_engine_set_aside(tl_engine *engine, tl_error *error) {
+    return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
+        e.set_aside();
+        return {};
+    });
+}
+
 tl_status tl_engine_cancel(tl_engine *engine, tl_error *error) {
     return on_engine(engine, error, [&](tl::Engine &e) -> Failure {
         e.cancel();

@@ -349,9 +349,10 @@ Failure Engine::close() {
 // A ring that came from the keeper goes back there. quiet: all copies are known to be over; what a driver that failed may
 // read still is not for others.
 void Engine::end_ring(bool quiet) {
+    if (aside_) return set_ring_aside(std::move(ring_));
     const bool wanted = (options_.flags & TL_OPTION_KEEP) || ring_->reused_bytes() > 0;
     if (wanted && quiet && !driver_failure_) return keep_ring(std::move(ring_));
-    release_ring(std::move(ring_));
+    ring_->release();
 }
 
 }  // namespace tl

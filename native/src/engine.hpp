@@ -49,6 +49,9 @@ public:
     Failure file_info(int32_t index, tl_file_info *info);
     void stats(tl_stats *stats);
     void cancel();
+    void set_aside() {
+        aside_ = true;
+    }
     // Ends everything; the first failure of giving back.
     Failure close();
 
@@ -178,6 +181,7 @@ private:
     std::atomic<bool> stopping_{false};
     Failure driver_failure_;  // the first, which may come when all has landed
     bool closed_ = false;
+    std::atomic<bool> aside_{false};  // the ring, at the end
 
     std::mutex deep_mutex_;  // guards making the deep readers; of other locks only theirs is taken under it
     std::unique_ptr<DeepReader> deep_[TL_PATH_COUNT];

@@ -3,15 +3,10 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <chrono>
-#include <condition_variable>
 #include <map>
 #include <mutex>
-#include <system_error>
-#include <thread>
 #include <utility>
-
-#include "signals.hpp"
+#include <vector>
 
 namespace tl {
 namespace {
@@ -23,6 +18,7 @@ struct Keeper {
     const pid_t pid = getpid();
     std::mutex mutex;
     std::map<Device, std::unique_ptr<Ring>> rings;  // each device that had an engine; null: nothing is kept
+    std::vector<std::unique_ptr<Ring>> aside;
     uint64_t releases = 0;
 };
 
@@ -48,43 +44,7 @@ void let_go(std::unique_ptr<Ring> ring) {
     driver->release(device);
 }
 
-// The driver gives no pinned memory back while the device has any work, of whomever. Work may last, or never end: a
-// collective whose other rank is gone (NCCL, seen on two H200).
-constexpr std::chrono::milliseconds kRest(500);
-
-struct Release {
-    std::unique_ptr<Ring> ring;
-    std::mutex mutex;
-    std::condition_variable ended;
-    bool over = false;
-};
-
 }  // namespace
-
-void release_ring(std::unique_ptr<Ring> ring) {
-    const auto [driver, device] = ring->device();
-    // The context has to stay until it is over.
-    if (ring->pinned_bytes() == 0 || driver->retain(device)) return ring->release();
-    const auto release = std::make_shared<Release>();
-    release->ring = std::move(ring);
-    const auto run = [release] {
-        let_go(std::move(release->ring));
-        std::lock_guard<std::mutex> lock(release->mutex);
-        release->over = true;
-        release->ended.notify_all();
-    };
-    std::thread thread;
-    try {
-        const SignalsBlocked blocked;
-        thread = std::thread(run);
-    } catch (const std::system_error &) {  // there is no thread to be had: it takes as long as it takes
-        return run();
-    }
-    std::unique_lock<std::mutex> lock(release->mutex);
-    const bool over = release->ended.wait_for(lock, kRest, [&] { return release->over; });
-    lock.unlock();
-    over ? thread.join() : thread.detach();
-}
 
 std::unique_ptr<Ring> take_ring(Driver *driver, int device, uint64_t slot_bytes, uint64_t pinned_bytes) {
     std::unique_ptr<Ring> ring;
@@ -121,16 +81,28 @@ void keep_ring(std::unique_ptr<Ring> ring) {
     if (ring) let_go(std::move(ring));
 }
 
+void set_ring_aside(std::unique_ptr<Ring> ring) {
+    const auto [driver, device] = ring->device();
+    // Without its context nothing is pinned any more, and giving it back waits for nothing.
+    if (ring->pinned_bytes() == 0 || driver->retain(device)) return ring->release();
+    Keeper &k = keeper();
+    std::lock_guard<std::mutex> lock(k.mutex);
+    k.aside.push_back(std::move(ring));
+}
+
 uint64_t release_rings() {
     std::map<Device, std::unique_ptr<Ring>> gone;
+    std::vector<std::unique_ptr<Ring>> rings;
     {
         Keeper &k = keeper();
         std::lock_guard<std::mutex> lock(k.mutex);
         k.rings.swap(gone);
+        k.aside.swap(rings);
         k.releases++;
     }
+    for (auto &[device, ring] : gone) rings.push_back(std::move(ring));
     uint64_t nbytes = 0;
-    for (auto &[device, ring] : gone) {
+    for (std::unique_ptr<Ring> &ring : rings) {
         if (!ring) continue;
         nbytes += ring->pinned_bytes();
         let_go(std::move(ring));

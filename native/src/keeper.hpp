@@ -15,11 +15,10 @@ std::unique_ptr<Ring> take_ring(Driver *driver, int device, uint64_t slot_bytes,
 // the next engine shall try again; not one that was taken before rings were let go; and of two the one with more memory.
 void keep_ring(std::unique_ptr<Ring> ring);
 
-// Gives the ring of an engine that has ended back, the device still bound: at once, or where the device does not rest in
-// time, as soon as it does, by a thread of its own.
-void release_ring(std::unique_ptr<Ring> ring);
+// Keeps the ring of an engine that has ended, the device still bound, for release_rings() alone.
+void set_ring_aside(std::unique_ptr<Ring> ring);
 
-// Gives back what is kept; its bytes. Rings of engines at work are not kept when these end.
+// Gives back what is kept and what was set aside; its bytes. Rings of engines at work are not kept when these end.
 uint64_t release_rings();
 
 }  // namespace tl

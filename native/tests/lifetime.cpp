@@ -105,31 +105,6 @@ TEST(a_forked_child_gets_an_error) {
     REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
 }
 
-// The driver unregisters memory when the device rests, which it may never do.
-TEST(an_end_does_not_wait_for_work_of_others) {
-    const Folder folder;
-    const Bytes content = random_bytes(1u << 20, 1);
-    write_file(folder.file("data"), content);
-    for (int kind : {TL_DEVICE_CUDA, TL_DEVICE_HIP}) {
-        const StandIn &device = standin(kind);
-        const int threads = count_threads();
-        Bytes memory(content.size());
-        Engine engine(options_for(kind));
-        const std::int32_t file = engine.add(folder.file("data"), content.size());
-        REQUIRE_EQ(engine.submit(
-                       {{0, content.size(), reinterpret_cast<std::uintptr_t>(memory.data()), file, 0, 0, 0}}),
-                   TL_OK);
-        REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
-        device.set_busy(1);
-        REQUIRE_EQ(engine.destroy(), TL_OK);
-        REQUIRE(memory == content);
-        REQUIRE(device.registered_bytes() > 0);
-        device.set_busy(0);
-        REQUIRE(threads_come_back_to(threads));
-        device.require_clean();
-    }
-}
-
 TEST(large_arenas_are_aligned_and_given_back) {
     tl_error error = no_error();
     const std::uint64_t before = tl_arena_live();

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import leaks, standin
+from support import standin
 from support.checkpoints import random_row, write_safetensors
 from tensorlift import loading
 from tensorlift.engine import abi
@@ -102,18 +102,3 @@ def run(how: str, path: Path) -> None:
             del tensor
     elif how == "load_into":
         loading.load_into({"t": torch.empty(MIB, dtype=torch.uint8)}, path)
-
-
-@pytest.mark.usefixtures("device")
-def test_an_end_does_not_wait_for_work_of_others(big: Path) -> None:
-    """A collective whose other ranks are gone keeps a device busy for ever."""
-    driver = standin.driver(abi.DEVICE_CUDA)
-    with leaks.nothing_left():
-        weights = loading.open(big, device="cuda", arena_size=MIB, buffer_size=3 * MIB)
-        tensors = iter(weights)
-        next(tensors)
-        driver.set_busy(1)
-        weights.close()
-        assert driver.registered_bytes() > 0
-        driver.set_busy(0)
-    assert driver.registered_bytes() == 0

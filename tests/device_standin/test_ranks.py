@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from support import ranks, standin
 from support.checkpoints import Written
 from support.native_build import standin_library
 from support.tensors import raw
 from tensorlift import loading
+from tensorlift.engine.engine import release_pinned
+from tensorlift.errors import PeerError
 
 KIB = 1 << 10
 SMALL: dict[str, Any] = {
@@ -65,3 +70,28 @@ def test_what_is_read_ahead_does_not_grow_with_the_ranks(checkpoint: Written) ->
         for peak in ranks.values(ahead, world, path):
             # One arena more than reads ahead may have: the gather of the next is issued before it is due.
             assert peak <= SMALL["buffer_size"] + SMALL["arena_size"] + 2 * max(largest, 256 * KIB)
+
+
+def gathers_that_never_end(rank: int, path: str) -> list[int]:
+    """The device of who is left has work for ever, as behind NCCL's kernel; rank 1 is gone."""
+    with standin.device() as memory:
+        driver, group = memory.driver, dist.group.WORLD
+        options = {**SMALL, "process_group": group}
+        with pytest.raises(PeerError, match="gone"), loading.open(path, "cuda", **options) as weights:
+            for count, _ in enumerate(weights):
+                driver.set_busy(1)
+                if rank == 1 and count == 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        aside = driver.registered_bytes()
+        driver.set_busy(0)
+        return [aside, release_pinned(), driver.registered_bytes()]
+
+
+def test_who_is_left_does_not_wait_for_a_device_that_never_rests(checkpoint: Written) -> None:
+    standin_library("libcuda.so.1")
+    left, gone = ranks.run(gathers_that_never_end, 2, str(checkpoint.path))
+    assert gone.status == -signal.SIGKILL
+    assert left.value is not None, left
+    aside, released, kept = left.value
+    assert aside == released > 0
+    assert kept == 0

@@ -53,6 +53,11 @@ class Communicator:
         if self._pid != os.getpid() and self._group is not None:
             abi.keep_for_ever(self._group)
 
+    @property
+    def is_temporary(self) -> bool:
+        """Made for this load."""
+        return self._members.temporary
+
     def wait_until_made(self, check: Callable[[], None]) -> None:
         """Returns when there is a group; ``check`` is called meanwhile, and may raise."""
         while not self._made.wait(0.02):

@@ -69,6 +69,9 @@ class Exchange:
         self._pending: dict[int, _Pending] = {}
         # A gather is counted and issued as one: end() may come from another thread.
         self._issuing = threading.RLock()
+        # Once, whichever thread comes first; others wait until it is done.
+        self._ending = threading.RLock()
+        self._ended = self._stuck = False
         cuda = memory.device.type == "cuda"
         self._side = torch.cuda.Stream(memory.device) if cuda else None  # type: ignore[no-untyped-call]
         self.bytes_received = 0
@@ -135,14 +138,25 @@ class Exchange:
         self.check()
         self._pending.pop(number, None)
 
+    def end_where_failed(self) -> bool:
+        """See Exchanging."""
+        if self._board.failed:
+            self.end()
+        return not self._stuck
+
     def end(self) -> None:
         """Has the gathers that were issued anywhere come to an end, where the load stopped before its own.
 
         A rank that lives takes part until the last one, with whatever bytes it has, so that nobody's gather
         waits for it and the caller's group can be used again.
         """
-        if self._communicator is None:
-            return
+        with self._ending:
+            if self._communicator is None or self._ended:
+                return
+            self._ended = True
+            self._end(self._communicator)
+
+    def _end(self, communicator: Communicator) -> None:
         broken = self._board.failed and not self._take_part()
         # Where a rank is gone they may never end.
         deadline = time.monotonic() + (0 if broken else self._board.peer_timeout)
@@ -152,7 +166,9 @@ class Exchange:
             broken |= not pending.over
         # What is still under way keeps its memory by itself.
         self._pending.clear()
-        self._communicator.release(broken=broken)
+        communicator.release(broken=broken)
+        # Nobody but its owner can abort the caller's group.
+        self._stuck = broken and not communicator.is_temporary
 
     def _take_part(self) -> bool:
         """In the gathers that others have counted and this rank has not issued; whether all will end."""

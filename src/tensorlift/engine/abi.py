@@ -83,6 +83,7 @@ _FUNCTIONS: Functions = {
     "tl_engine_stats": (i32, (ptr, ctypes.POINTER(Stats), _ERROR), False),
     "tl_engine_file_info": (i32, (ptr, i32, ctypes.POINTER(FileInfo), _ERROR), False),
     "tl_engine_cancel": (i32, (ptr, _ERROR), False),
+    "tl_engine_set_aside": (i32, (ptr, _ERROR), False),
     "tl_engine_destroy": (i32, (ptr, _ERROR), True),
     "tl_header_scan": (None, (text, u64, text, text, ptr), True),
     "tl_header_lists": (ctypes.py_object, (ptr, ptr, ptr, ptr), False),
@@ -206,6 +207,10 @@ class Abi:
     def engine_cancel(self, engine: Handle) -> None:
         """Starts no further read; that it may be forked or cancelled already is no matter."""
         self.call["tl_engine_cancel"](engine, ctypes.byref(Error()))
+
+    def engine_set_aside(self, engine: Handle) -> None:
+        """Its end keeps what it has pinned, for pinned_release()."""
+        self.call["tl_engine_set_aside"](engine, ctypes.byref(Error()))
 
     def engine_destroy(self, engine: Handle) -> RefusedError | None:
         """Frees the engine, whatever its state, and empties the handle; nothing where it is empty. Blocks.

@@ -177,6 +177,12 @@ class Engine:
         with contextlib.suppress(RequestError):
             self._call(self._abi.engine_cancel)
 
+    def set_aside(self) -> None:
+        """close() keeps what is pinned, for release_pinned(): the driver gives it back only to a device that
+        rests, and this one may never.
+        """
+        self._abi.engine_set_aside(self._handle)
+
     def close(self) -> None:
         """Cancels, waits for reads and copies under way, frees all. After it no byte is written anywhere.
 
@@ -235,6 +241,9 @@ class Engine:
 
 def release_pinned() -> int:
     """Gives back the pinned memory that loads with ``keep_pinned`` have left, of all devices; its bytes.
+
+    And that of loads that ended because a rank was gone, in a gather through the caller's own group: once that
+    group was aborted, for until then their device does not rest, and this would wait for it.
 
     What loads under way have pinned is given back when they end, whatever they were told. From any thread.
     """

@@ -37,6 +37,10 @@ class Exchanging(Protocol):
         """Raises what ended the load on another rank; to be called while the load waits."""
         ...
 
+    def end_where_failed(self) -> bool:
+        """Where the load has failed, has its gathers come to an end; False where one may never."""
+        ...
+
     @property
     def issued(self) -> int:
         """Gathers issued so far."""

@@ -259,6 +259,9 @@ class Transfer(Running):
     def close(self) -> None:
         """See Running."""
         with self.clock.phase("close"):
+            # First: what is pinned the driver takes back only from a device that rests.
+            if self._exchange is not None and not self._exchange.end_where_failed():
+                self._engine.set_aside()
             super().close()
 
     def _let_go(self) -> None:
