@@ -36,7 +36,7 @@ import torch
 
 from tensorlift.bench import machine
 from tensorlift.bench.report import Row, Series, show_rows, write_report
-from tensorlift.engine.abi_fork import Memory, Outcome, chunk_digest
+from tensorlift.engine.abi_fork import Memory, Outcome, tensor_digest
 from tensorlift.errors import MismatchError
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.manifest import Layout, Offer
@@ -114,7 +114,7 @@ def serve(peer: socket.socket, memory: Array) -> None:
             (at,) = ASKED.unpack(asked)
             part = memory[at : at + CHUNK]
             peer.sendall(part.data)
-            peer.sendall(chunk_digest(part.ctypes.data, part.nbytes))
+            peer.sendall(tensor_digest(part.ctypes.data, part.nbytes))
 
 
 class Bare:
@@ -132,7 +132,9 @@ class Bare:
         left = memoryview(part.data)
         while left:
             left = left[self._socket.recv_into(left) :]
-        if self._socket.recv(DIGEST_BYTES, socket.MSG_WAITALL) != chunk_digest(part.ctypes.data, part.nbytes):
+        if self._socket.recv(DIGEST_BYTES, socket.MSG_WAITALL) != tensor_digest(
+            part.ctypes.data, part.nbytes
+        ):
             raise MismatchError(f"{chunk}: the bytes do not have their digest")
 
     def close(self) -> None:

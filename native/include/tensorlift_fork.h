@@ -138,8 +138,8 @@ TL_API void tl_shared_release(int32_t fd, uint64_t address, uint64_t nbytes);
  * one that can be made shorter, so that reading it might be a signal. fd can be closed behind this. */
 TL_API tl_status tl_shared_map(int32_t fd, uint64_t *address, uint64_t *nbytes, tl_error *error);
 
-/* The digest that a chunk is sent with: XXH3-128 of the digests of its blocks of 256 KiB. Blocks. */
-TL_API void tl_chunk_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]);
+/* The digest of a whole tensor, as tensorlift digest writes it: XXH3-128 of the digests of each MiB. Blocks. */
+TL_API void tl_tensor_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]);
 
 #ifdef __cplusplus
 }

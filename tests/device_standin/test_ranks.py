@@ -76,12 +76,15 @@ def gathers_that_never_end(rank: int, path: str) -> list[int]:
     """The device of who is left has work for ever, as behind NCCL's kernel; rank 1 is gone."""
     with standin.device() as memory:
         driver, group = memory.driver, dist.group.WORLD
-        options = {**SMALL, "process_group": group}
-        with pytest.raises(PeerError, match="gone"), loading.open(path, "cuda", **options) as weights:
-            for count, _ in enumerate(weights):
+
+        def take() -> None:
+            for count, _ in enumerate(loading.open(path, "cuda", **{**SMALL, "process_group": group})):
                 driver.set_busy(1)
                 if rank == 1 and count == 5:
                     os.kill(os.getpid(), signal.SIGKILL)
+
+        with pytest.raises(PeerError, match="gone"):
+            take()
         aside = driver.registered_bytes()
         driver.set_busy(0)
         return [aside, release_pinned(), driver.registered_bytes()]

@@ -130,11 +130,16 @@ def test_connections_at_once(seed: Seed) -> None:
     assert found == [True] * 20
 
 
-def test_the_digest_is_that_of_blocks() -> None:
+def blocks(data: bytes, size: int) -> bytes:
+    return b"".join(xxhash.xxh3_128_digest(data[at : at + size]) for at in range(0, len(data), size))
+
+
+def test_the_digest_of_a_tensor_is_that_of_files() -> None:
     data = np.random.default_rng(1).integers(0, 256, 2 * MIB + 5, np.uint8)
-    blocks = [xxhash.xxh3_128_digest(data[at : at + BLOCK].tobytes()) for at in range(0, data.nbytes, BLOCK)]
-    assert abi_fork.chunk_digest(data.ctypes.data, data.nbytes) == xxhash.xxh3_128_digest(b"".join(blocks))
-    assert abi_fork.chunk_digest(0, 0) == xxhash.xxh3_128_digest(b"")
+    assert abi_fork.tensor_digest(data.ctypes.data, data.nbytes) == xxhash.xxh3_128_digest(
+        blocks(data.tobytes(), MIB)
+    )
+    assert abi_fork.tensor_digest(0, 0) == xxhash.xxh3_128_digest(b"")
 
 
 def test_another_epoch_is_refused(seed: Seed) -> None:
@@ -160,7 +165,7 @@ def test_an_epoch_that_ends_while_a_chunk_is_sent_shows_at_its_end(seed: Seed) -
     assert bytes_ == seed.regions[0].tobytes()
     magic, has_digest, epoch, digest = struct.unpack("<4sIQ16s", to.recv(32, socket.MSG_WAITALL))
     assert (magic, has_digest, epoch) == (b"TLTR", 1, 1)
-    assert digest == abi_fork.chunk_digest(seed.regions[0].ctypes.data, SIZES[0])
+    assert digest == xxhash.xxh3_128_digest(blocks(bytes_, BLOCK))
     assert seed.stats()["stale_chunks"] == 1
 
 
@@ -169,13 +174,13 @@ def test_a_fork_that_copies_gets_digests_and_at_its_word_the_epoch(seed: Seed) -
     to.sendall(struct.pack("<4sIQQQII", b"TLRQ", 0, 3, 2 * MIB + 5, 0, 1, 1))
     assert to.recv(16, socket.MSG_WAITALL) == struct.pack("<4siQ", b"TLAN", Outcome.OK, 0)
     region = seed.regions[0][3 : 2 * MIB + 8].tobytes()
-    digests = [xxhash.xxh3_128_digest(region[at : at + BLOCK]) for at in range(0, len(region), BLOCK)]
-    assert to.recv(9 * 16, socket.MSG_WAITALL) == b"".join(digests)
+    digests = blocks(region, BLOCK)
+    assert to.recv(9 * 16, socket.MSG_WAITALL) == digests
     # However fast the seed was: the epoch is read behind the copy.
     assert select.select([to], [], [], 0.1)[0] == []
     abi_fork.sender_set_epoch(seed.handle, 1, True)
     to.sendall(b"TLCP")
-    whole = xxhash.xxh3_128_digest(b"".join(digests))
+    whole = xxhash.xxh3_128_digest(digests)
     assert to.recv(32, socket.MSG_WAITALL) == struct.pack("<4sIQ16s", b"TLTR", 1, 1, whole)
     assert seed.stats()["stale_chunks"] == 1
     assert seed.stats()["sent_bytes"] == 2 * MIB + 5
@@ -195,24 +200,6 @@ def test_a_fork_that_says_something_else_than_that_it_has_copied(seed: Seed) -> 
     assert len(to.recv(32, socket.MSG_WAITALL)) == 32
     assert to.recv(1) == b""
     assert seed.stats()["bad_requests"] == 1
-
-
-def test_a_file_of_memory_is_mapped_only_where_it_stays_as_large() -> None:
-    descriptor, memory = abi_fork.shared_create(5000)
-    memory[4999] = b"x"
-    with leaks.nothing_left():
-        mapped = abi_fork.shared_map(descriptor)
-        assert mapped.nbytes == 5000
-        abi_fork.copy_from(Origin(OriginKind.HERE, 0, *mapped[:2]), 4998, to := np.zeros(2, np.uint8))
-        abi_fork.shared_release(-1, *mapped[:2])
-        assert to.tolist() == [0, ord("x")]
-        shrinkable = os.memfd_create("test", os.MFD_ALLOW_SEALING)
-        os.truncate(shrinkable, 5000)
-        for no_such in (shrinkable, -1):
-            with pytest.raises(RefusedError, match="no file of memory that stays as large as it is"):
-                abi_fork.shared_map(no_such)
-        os.close(shrinkable)
-    abi_fork.shared_release(descriptor, np.frombuffer(memory, np.uint8).ctypes.data, 5000)
 
 
 @pytest.mark.parametrize("how", [OriginKind.HERE, OriginKind.PROCESS])

@@ -6,10 +6,14 @@ import fcntl
 import gc
 import os
 
+import numpy as np
 import pytest
 import torch
 
 from support import leaks
+from tensorlift.engine import abi_fork
+from tensorlift.engine.abi_fork import Origin, OriginKind
+from tensorlift.engine.abi_types import RefusedError
 from tensorlift.errors import MachineError
 from tensorlift.forking.manifest import ITEM_BYTES, Layout
 from tensorlift.forking.shared_memory import shared_at, shared_tensors
@@ -103,3 +107,21 @@ def test_nothing() -> None:
     assert shared_tensors([]) == {}
     with leaks.nothing_left():
         assert shared_tensors([Layout("a", "float32", (0,), (1,))])["a"].shape == (0,)
+
+
+def test_a_file_of_memory_is_mapped_only_where_it_stays_as_large() -> None:
+    descriptor, memory = abi_fork.shared_create(5000)
+    memory[4999] = b"x"
+    with leaks.nothing_left():
+        mapped = abi_fork.shared_map(descriptor)
+        assert mapped.nbytes == 5000
+        abi_fork.copy_from(Origin(OriginKind.HERE, 0, *mapped[:2]), 4998, to := np.zeros(2, np.uint8))
+        abi_fork.shared_release(-1, *mapped[:2])
+        assert to.tolist() == [0, ord("x")]
+        shrinkable = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        os.truncate(shrinkable, 5000)
+        for no_such in (shrinkable, -1):
+            with pytest.raises(RefusedError, match="no file of memory that stays as large as it is"):
+                abi_fork.shared_map(no_such)
+        os.close(shrinkable)
+    abi_fork.shared_release(descriptor, np.frombuffer(memory, np.uint8).ctypes.data, 5000)

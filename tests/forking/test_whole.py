@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from support import leaks
-from tensorlift.engine.abi_fork import chunk_digest
+from tensorlift.engine.abi_fork import tensor_digest
 from tensorlift.errors import ForkError, OptionError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
@@ -37,7 +37,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return chunk_digest(tensor.data_ptr(), tensor.numel() * tensor.element_size()).hex()
+    return tensor_digest(tensor.data_ptr(), tensor.numel() * tensor.element_size()).hex()
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

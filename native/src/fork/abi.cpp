@@ -354,10 +354,11 @@ tl_status tl_origin_copy(const tl_origin *origin, uint64_t offset, void *to, uin
     });
 }
 
-void tl_chunk_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]) {
+void tl_tensor_digest(const void *bytes, uint64_t nbytes, uint8_t digest[16]) {
+    constexpr uint64_t kDigested = 1u << 20;  // of files, whatever goes over a socket at once
     tl::Blocks blocks(true);
-    for (uint64_t at = 0; at < nbytes; at += tl::kBlock) {
-        blocks.add(static_cast<const char *>(bytes) + at, std::min(tl::kBlock, nbytes - at));
+    for (uint64_t at = 0; at < nbytes; at += kDigested) {
+        blocks.add(static_cast<const char *>(bytes) + at, std::min(kDigested, nbytes - at));
     }
     blocks.digest(digest);
 }

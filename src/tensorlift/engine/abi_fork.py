@@ -26,10 +26,27 @@ from tensorlift.engine.abi_types import (
 )
 
 __all__ = [
-    "IPC_BYTES", "Chunk", "Memory", "Origin", "OriginKind", "Outcome", "Places", "SenderStats",
-    "Staging", "chunk_digest", "copy_from", "fetch_chunk", "ipc_export", "sender_create",
-    "sender_destroy", "sender_serve", "sender_set_epoch", "sender_stats", "shared_create",
-    "shared_map", "shared_release",
+    "IPC_BYTES",
+    "Chunk",
+    "Memory",
+    "Origin",
+    "OriginKind",
+    "Outcome",
+    "Places",
+    "SenderStats",
+    "Staging",
+    "copy_from",
+    "fetch_chunk",
+    "ipc_export",
+    "sender_create",
+    "sender_destroy",
+    "sender_serve",
+    "sender_set_epoch",
+    "sender_stats",
+    "shared_create",
+    "shared_map",
+    "shared_release",
+    "tensor_digest",
 ]  # fmt: skip
 
 
@@ -118,7 +135,7 @@ _FUNCTIONS: Functions = {
     "tl_shared_create": (i32, (u64, ctypes.POINTER(i32), ctypes.POINTER(u64), _ERROR), True),
     "tl_shared_map": (i32, (i32, ctypes.POINTER(u64), ctypes.POINTER(u64), _ERROR), True),
     "tl_shared_release": (None, (i32, u64, u64), True),
-    "tl_chunk_digest": (None, (ptr, u64, ptr), True),
+    "tl_tensor_digest": (None, (ptr, u64, ptr), True),
 }
 
 
@@ -262,8 +279,8 @@ def shared_release(descriptor: int, address: int, nbytes: int) -> None:
     _function("tl_shared_release")(descriptor, address, nbytes)
 
 
-def chunk_digest(address: int, nbytes: int) -> bytes:
+def tensor_digest(address: int, nbytes: int) -> bytes:
     """What a chunk is sent with, 16 bytes. Blocks."""
     digest = (ctypes.c_uint8 * 16)()
-    _function("tl_chunk_digest")(address, nbytes, digest)
+    _function("tl_tensor_digest")(address, nbytes, digest)
     return bytes(digest)

@@ -242,8 +242,8 @@ class Engine:
 def release_pinned() -> int:
     """Gives back the pinned memory that loads with ``keep_pinned`` have left, of all devices; its bytes.
 
-    And that of loads that ended because a rank was gone, in a gather through the caller's own group: once that
-    group was aborted, for until then their device does not rest, and this would wait for it.
+    And that of loads that ended because a rank was gone, in a gather through the caller's own group: once
+    that group was aborted, for until then their device does not rest, and this would wait for it.
 
     What loads under way have pinned is given back when they end, whatever they were told. From any thread.
     """

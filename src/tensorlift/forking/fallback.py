@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tensorlift import sources
-from tensorlift.engine.abi_fork import Places, chunk_digest
+from tensorlift.engine.abi_fork import Places, tensor_digest
 from tensorlift.engine.digesting import check_built
 from tensorlift.engine.trace import traced
 from tensorlift.errors import ForkError, TensorliftError
@@ -150,7 +150,7 @@ class Fallback:
             return False
         ((start, stop),) = self._spans([tensor])
         wanted: bytes = expected.digests[row].tobytes()
-        return chunk_digest(start, stop - start) == wanted
+        return tensor_digest(start, stop - start) == wanted
 
     def _with_bytes(self) -> list[Tensor]:
         return [one for one in self._ours.tensors if one.region != NOWHERE]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from tensorlift.engine import abi
-from tensorlift.engine.abi_fork import chunk_digest
+from tensorlift.engine.abi_fork import tensor_digest
 from tensorlift.engine.digesting import check_built
 from tensorlift.errors import OptionError
 from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, Tensor, span_bytes
@@ -44,7 +44,7 @@ def checked_digests(given: object, offering: Offering) -> dict[str, str]:
 def made_digests(offering: Offering) -> dict[str, str]:
     """Of all tensors in host memory that have no holes. Raises BackendError where there are no digests."""
     check_built()
-    return {one.name: chunk_digest(*place).hex() for one, place in _places(offering)}
+    return {one.name: tensor_digest(*place).hex() for one, place in _places(offering)}
 
 
 def unlike(wanted: Mapping[str, str], ours: Offering) -> str:
@@ -52,7 +52,7 @@ def unlike(wanted: Mapping[str, str], ours: Offering) -> str:
     wrong = [
         one.name
         for one, place in _places(ours)
-        if one.name in wanted and chunk_digest(*place).hex() != wanted[one.name]
+        if one.name in wanted and tensor_digest(*place).hex() != wanted[one.name]
     ]
     more = f" and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
     return f"{plural(len(wrong), 'tensor')}: {', '.join(map(quote, wrong[:_SHOWN]))}{more}" if wrong else ""
