@@ -84,6 +84,27 @@ def test_cuda_ipc(digests: str) -> None:
     assert found == {name: crc(one) for name, one in theirs.items()}
 
 
+def fork_mixed_here(url: str, transport: str) -> tuple[str, dict[str, int]]:
+    """Of a process of its own: as fork_here(), numbers on the CPU and weights on its device."""
+    ours = {
+        one.name: torch.empty(one.shape, device="cpu" if one.name == "numbers" else "cuda")
+        for one in SeedClient(url).manifest().tensors
+    }
+    result = fork_into(ours, url, patience=60.0, transports=[transport])
+    return result.transports[url], {name: crc(one) for name, one in ours.items()}
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_seed_of_both_memories(transport: str) -> None:
+    """As an engine's is: weights on its device, and numbers of its own beside them."""
+    torch.manual_seed(1)
+    theirs = {"numbers": torch.rand(1000), "weights": torch.rand(3 * MIB + 5, device="cuda")}
+    with Seed(theirs, KEY) as seed:
+        how, found = call(fork_mixed_here, seed.url, transport)
+    assert how.startswith(transport)
+    assert found == {name: crc(one) for name, one in theirs.items()}
+
+
 def expandable() -> int:
     """Of a process of its own: regions of tensors that lie in expandable segments; -1 for wrong bytes."""
     torch.manual_seed(1)
