@@ -17,6 +17,7 @@ import torch
 import tensorlift
 from support import leaks
 from support.instance import ROLES, weights
+from tensorlift.errors import OptionError
 
 PATHS = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
@@ -173,3 +174,36 @@ def test_a_size_as_text() -> None:
         tensorlift.fork(seed.url, into=into, chunk_bytes="4KiB")
         assert seed.stats()["sent_chunks"] == 5
     assert (into["a"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"seeds": 2}, "are for a registry"),
+        ({"place": "zone"}, "are for a registry"),
+        ({"wait": 5.0}, "are for a registry"),
+        ({"conections": 2}, "a fork here takes no 'conections'; expected one of token, "),
+        ({"limit": "25%"}, "share is of its NICs"),
+    ],
+)
+def test_options_that_would_be_of_no_use(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        tensorlift.fork("http://127.0.0.1:1", into={"a": torch.zeros(1)}, **given)
+
+
+def test_an_option_that_a_server_of_sglang_does_not_have() -> None:
+    with pytest.raises(OptionError, match="a fork here takes no 'connections'"):
+        tensorlift.fork("sglang+http://127.0.0.1:1", into={}, connections=2)
+
+
+def test_a_seed_without_transports_is_not_announced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Forks would be sent to it in vain."""
+    monkeypatch.setattr(tensorlift.Seed, "transports", ())
+    with (
+        leaks.nothing_left(),
+        tensorlift.seed({"a": torch.zeros(1)}, key="m", registry="http://127.0.0.1:1") as seed,
+    ):
+        assert "a seed of m is not announced: no transport is there" in caplog.text
+        assert seed._followers == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tensorlift.errors import OptionError
@@ -19,6 +21,9 @@ from tensorlift.options import parse_count, parse_seconds
 from tensorlift.progress import Report, SourceReport, by_source, reporter
 
 __all__ = ["fork", "seed"]
+
+_WAIT_SECONDS = 300.0
+_log = logging.getLogger("tensorlift")
 
 
 def seed(
@@ -49,8 +54,11 @@ def seed(
     near = near_of(place)
     known = None if registry is None else registry_of(registry, checked_token(token), registry_ca)
     made = Seed(model, key, host=host, port=port, token=token, limit=limit, **options)
-    if known is not None:
+    if known is not None and made.transports:
         made.follow(Published(made, known, near))
+    elif known is not None:  # forks would be sent to it in vain
+        _log.warning("a seed of %s is not announced: no transport is there", made.key.model)
+        known.close()
     return made
 
 
@@ -64,17 +72,17 @@ def fork(
     registry: str | Sequence[str] | None = None,
     place: str | None = None,
     seeds: int = 1,
-    wait: float = 300.0,
+    wait: float = _WAIT_SECONDS,
     **options: Any,
 ) -> Forked:
     """Fills the tensors of a model from a running instance.
 
     source: the URL of a seed, or of several with the same weights, of which all are read at once; or
-    sglang+http://host:port, a server of SGLang (docs/fork.md). into: a
-    torch.nn.Module or a dict of tensors, with the names, dtypes, shapes and strides of the seed's. key: which
-    weights of the instance are wanted (rank, role); without it those of the seed itself. progress: a bar on
-    stderr, or a function that is called with (bytes done, bytes in all), and with by_source, bytes by URL and
-    "files", if it has a parameter of that name.
+    sglang+http://host:port, a server of SGLang (docs/fork.md). into: a torch.nn.Module or a dict of tensors,
+    with the names, dtypes, shapes and strides of the seed's. key: which weights of the instance are wanted
+    (rank, role); without it those of the seed itself. progress: a bar on stderr, or a function that is called
+    with (bytes done, bytes in all), and with by_source, bytes by URL and "files", if it has a parameter of
+    that name.
 
     registry: instead of a source, who knows seeds of the key (docs/fleet.md). place: see seed(). seeds: how
     many of them are read at once. wait: seconds that one with room is waited for. Other options are those of
@@ -83,9 +91,13 @@ def fork(
     """
     if (source is None) == (registry is None):
         raise OptionError(f"a fork wants either the URL of a seed or a registry: {FORMS}")
+    if registry is None and (place, seeds, wait) != (None, 1, _WAIT_SECONDS):
+        raise OptionError("place, seeds and wait are for a registry, and none was given")
+    fill = fork_from_sglang if isinstance(source, str) and is_sglang(source) else fork_into
+    _check_names(options, fill)
     with reporter(progress) as report:
-        if isinstance(source, str) and is_sglang(source):
-            return fork_from_sglang(into, source, token=token, key=key, progress=report, **options)
+        if fill is fork_from_sglang:
+            return fork_from_sglang(into, str(source), token=token, key=key, progress=report, **options)
         if source is not None:
             return fork_into(into, source, token=token, key=key, progress=report, **options)
         if key is None:
@@ -97,3 +109,10 @@ def fork(
         with Asked(known, wanted, near, count, wait) as asked:
             told = asked.progress(by_source(report))
             return fork_into(into, asked.seeds, token=token, key=wanted, progress=told, **options)
+
+
+def _check_names(given: Mapping[str, object], function: Callable[..., object]) -> None:
+    known = [name for name in inspect.signature(function).parameters if name not in ("model", "url", "urls")]
+    for name in given:
+        if name not in known:
+            raise OptionError(f"a fork here takes no {name!r}; expected one of {', '.join(known)}")

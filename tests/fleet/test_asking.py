@@ -84,6 +84,19 @@ def test_a_fork_is_sent_to_a_seed_and_tells_of_it(server: RegistryServer) -> Non
         )
 
 
+@pytest.mark.parametrize("how", ["registry", "list"])
+def test_a_seed_that_has_no_room_is_waited_for_no_longer_than_asked(
+    server: RegistryServer, how: str, tmp_path: Path
+) -> None:
+    """Also where the registry goes on to name it; files may stand in then."""
+    save_file(weights(), tmp_path / "model.safetensors")
+    with seeding(server) as seed, seed.updating(timeout=0):
+        registry = server.url if how == "registry" else [seed.url]
+        with pytest.raises(SeedError, match="waited for long enough"):
+            forked(registry, wait=0.3, patience=0.1)
+        assert forked(registry, wait=0.3, patience=0.1, fallback=tmp_path).by_source == {"files": NBYTES}
+
+
 def test_forks_are_spread_and_many_are_read_at_once(server: RegistryServer) -> None:
     with seeding(server) as one, seeding(server) as other:
         lease = one.grant(50)

@@ -262,13 +262,13 @@ def test_a_limit_takes_its_time() -> None:
 
 
 def test_limits_and_nics_that_cannot_be() -> None:
-    for make in (
-        lambda **more: Seed(weights(1), KEY, **more),
-        lambda **more: fork_into(weights(0), "http://127.0.0.1:1", **more),
+    for make, unknown in (
+        (lambda **more: Seed(weights(1), KEY, **more), "the kernel does not tell how fast"),
+        (lambda **more: fork_into(weights(0), "http://127.0.0.1:1", **more), "a fork's share is of its NICs"),
     ):
         with pytest.raises(OptionError, match="no transport here takes NICs"):
             make(devices=["mlx5_8"])
-        with pytest.raises(OptionError, match="limit is '25%', but the kernel does not tell how fast"):
+        with pytest.raises(OptionError, match=f"limit is '25%', but {unknown}"):
             make(limit="25%")
         with pytest.raises(OptionError, match="limit is 'fast'; expected"):
             make(limit="fast")

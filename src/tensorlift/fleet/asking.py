@@ -51,6 +51,8 @@ class Asked:
         if error is not None:
             if getattr(error, "retry_seconds", None) is None:
                 self._left += self._given
+            elif time.monotonic() + _FULL_REST > self._end:
+                raise SeedError(f"{error}; it was waited for long enough") from error
             else:
                 self._rest(_FULL_REST)
             self._tell("waiting")

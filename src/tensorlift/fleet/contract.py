@@ -203,7 +203,7 @@ def near_of(place: str | None = None) -> Near:
 def _check(key: ModelKey, texts: Sequence[str]) -> None:
     if problem := rank_problem(key):
         raise RequestError(f"its key has {problem}")
-    for text in (key.model, key.revision, key.role, key.dtype, key.quantization, *texts):
+    for text in (key.model, key.revision, key.role, key.dtype, key.quantization, key.engine, *texts):
         if not is_sendable(text):
             raise RequestError(f"{quote(text)} is no text that can be sent on")
 

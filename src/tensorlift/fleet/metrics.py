@@ -15,20 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CONTENT_TYPE", "MISSING", "exposition"]
 
-_LABELS = ("model", "revision", "role", "dtype", "quantization", *SPLITS, "processed")
+_TEXTS = ("model", "revision", "role", "dtype", "quantization", "engine")
+_LABELS = (*_TEXTS, *SPLITS, "processed")
 
 
 def _values(key: ModelKey) -> list[str]:
     ranks = ["/".join(map(str, getattr(key, name))) for name in SPLITS]
-    return [
-        key.model,
-        key.revision,
-        key.role,
-        key.dtype,
-        key.quantization,
-        *ranks,
-        str(key.processed).lower(),
-    ]
+    return [*(getattr(key, name) for name in _TEXTS), *ranks, str(key.processed).lower()]
 
 
 def exposition(view: View) -> bytes | None:

@@ -119,7 +119,7 @@ def fork_into(
     ours = offer(named := named_tensors(model))
     secret, wanted = checked_token(token), None if key is None else checked_key(key)
     nics = chosen(devices, kinds, 0 if wanted is None else wanted.tp[0], gpu_of(named), protocol)
-    rate = parse_limit(limit, "limit", lambda: nics.rate)
+    rate = parse_limit(limit, "limit", lambda: nics.rate, f"a fork's share is of its NICs: {nics.reason}")
     find = _finder(urls, lambda url: SeedClient(url, secret, patience, ca))
     files = None if fallback is None else Fallback(fallback, model, named, ours)
     # The copies wait for no stream, and memory that was just freed may still be in use on one.

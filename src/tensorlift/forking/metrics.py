@@ -37,7 +37,13 @@ _GAUGES = {
 
 def exposition(key: ModelKey, instance: str, stats: Mapping[str, int]) -> bytes | None:
     """What Seed.stats() says, in Prometheus' text format; None where prometheus-client is not installed."""
-    labels = {"model": key.model, "revision": key.revision, "role": key.role, "instance_id": instance}
+    labels = {
+        "model": key.model,
+        "revision": key.revision,
+        "role": key.role,
+        "engine": key.engine,
+        "instance_id": instance,
+    }
     labels |= {name: "/".join(map(str, getattr(key, name))) for name in SPLITS}
 
     def collect() -> Iterator[Metric]:

@@ -62,7 +62,7 @@ class _Descriptor(msgspec.Struct):
 
 def protocol_of(wiring: Wiring) -> str:
     """What is asked for: by the caller, by the environment, or by a NIC that is there."""
-    if asked := wiring.protocol or os.environ.get(PROTOCOL_VARIABLE, ""):
+    if asked := wiring.protocol or os.environ.get(PROTOCOL_VARIABLE, "").strip().lower():
         return asked
     for protocol, variable in _FORCED.items():
         if os.environ.get(variable):

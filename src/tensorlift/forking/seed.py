@@ -162,6 +162,11 @@ class Seed:
         )  # fmt: skip
 
     @property
+    def transports(self) -> tuple[str, ...]:
+        """Those that it can be read by; none where all that were asked for are ``off``."""
+        return tuple(offer.kind for offer in self._served.offers)
+
+    @property
     def off(self) -> dict[str, str]:
         """Transports that were asked for and are not there, each with the reason."""
         return self._served.off

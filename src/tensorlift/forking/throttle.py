@@ -14,10 +14,16 @@ __all__ = ["Pacer", "parse_limit"]
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
-def parse_limit(value: object, name: str, device_rate: Callable[[], float | None]) -> int | None:
+def parse_limit(
+    value: object,
+    name: str,
+    device_rate: Callable[[], float | None],
+    unknown: str = "the kernel does not tell how fast the network here is (it does not for loopback)",
+) -> int | None:
     """Bytes a second of ``"2GB/s"``, or of ``"25%"`` of the device's rate; None for None, which is no limit.
 
-    device_rate: asked for a share alone; None where it is not known. Raises OptionError.
+    device_rate: asked for a share alone; None where it is not known, for the reason ``unknown``. Raises
+    OptionError.
     """
     if value is None:
         return None
@@ -27,10 +33,7 @@ def parse_limit(value: object, name: str, device_rate: Callable[[], float | None
             raise OptionError(f"{name} is {value!r}; expected more than 0 % and at most 100 %")
         whole = device_rate()
         if whole is None:
-            raise OptionError(
-                f"{name} is {value!r}, but the kernel does not tell how fast the network here is (it does "
-                'not for loopback); give a size a second, such as "2GB/s"'
-            )
+            raise OptionError(f'{name} is {value!r}, but {unknown}; give a size a second, such as "2GB/s"')
         return max(1, int(whole * share / 100))
     try:
         return parse_rate(value, name)

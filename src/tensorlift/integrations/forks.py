@@ -109,6 +109,9 @@ def _forked(
         progress: Any = wanted if bar is None or wanted is not None else ending.enter_context(bar())
         urls: Any = list(settings.instances.seed) or None
         options = settings.instances.shared()
+        # A share is one of NICs here, and a seed's is of the network's rate where there are none.
+        if not (limit := settings.instances.limit or "").endswith("%") or settings.instances.transports:
+            options["limit"] = limit or None
         if urls is not None:
             options.pop("registry", None)  # where seeds are named, it is for announcing this instance
         return instances.fork(urls, into=state.tensors(), key=key, progress=progress, **options)
