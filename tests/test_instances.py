@@ -117,7 +117,7 @@ def test_a_tree_of_eight() -> None:
 
 def test_a_seed_and_its_fork_at_once() -> None:
     """A to B to C, where C reads from A and from B, each of which is slow."""
-    with tensorlift.seed(Model(1), key="m", limit="60KB/s") as first:
+    with tensorlift.seed(Model(1), key="m", weights="v1", limit="60KB/s") as first:
         model = Model(2)
         came = tensorlift.fork(first.url, into=model)
         with tensorlift.seed(model, key=came.key, weights=came.weights, limit="60KB/s") as second:

@@ -46,7 +46,7 @@ def written(tmp_path: Path) -> Written:
 
 @pytest.fixture
 def url(written: Written) -> Iterator[str]:
-    with Seed(tensorlift.load(written.path), KEY) as seed:
+    with Seed(tensorlift.load(written.path), KEY, weights="1") as seed:
         yield seed.url
 
 
@@ -76,7 +76,7 @@ def test_several_files(url: str, written: Written, tmp_path: Path, monkeypatch: 
 
 def test_several_seeds(url: str, written: Written, tmp_path: Path) -> None:
     """What came of which is said; so is who was left, and why."""
-    with Seed(tensorlift.load(written.path), KEY) as other:
+    with Seed(tensorlift.load(written.path), KEY, weights="1") as other:
         urls = [url, other.url.replace("http", "tensorlift") + "/org/model", nobody()]
         code, out, err = run("fork", *urls, "--out", tmp_path / "out", "--json")
         assert (code, err) == (0, "")

@@ -114,6 +114,15 @@ def test_sigterm_is_the_way_to_end_it(written: Written, tmp_path: Path) -> None:
         assert ended(child, signal.SIGTERM) == (0, "")
 
 
+def test_two_seeds_of_one_checkpoint_are_one_version(written: Written, tmp_path: Path) -> None:
+    with seeding(written.path) as (one, first), seeding(written.path) as (other, second):
+        code, out, _ = run("fork", first["url"], second["url"], "--out", tmp_path / "out", "--json")
+        assert (code, json.loads(out)["left"]) == (0, [])
+        assert json.loads(out)["weights"].startswith("checkpoint ")
+        for child in (one, other):
+            ended(child, signal.SIGTERM)
+
+
 def test_a_seed_of_an_address_that_others_reach(written: Written) -> None:
     code, out, err = run("seed", written.path, "--host", "0.0.0.0")
     assert (code, out) == (2, "")

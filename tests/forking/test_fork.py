@@ -115,7 +115,7 @@ def test_progress_by_source() -> None:
     def progress(done: int, total: int, by_source: dict[str, int]) -> None:
         told.append((done, total, dict(by_source)))
 
-    with Seed(Model(1), KEY) as one, Seed(Model(1), KEY) as other:
+    with Seed(Model(1), KEY, weights="1") as one, Seed(Model(1), KEY, weights="1") as other:
         result = fork_into(Model(2), [one.url, other.url], progress=progress, **SMALL)
     assert told[-1] == (result.bytes, result.bytes, result.by_source)
     assert all(done == sum(came.values()) for done, _, came in told)
@@ -148,7 +148,10 @@ def test_a_fork_is_a_seed(seed: Seed) -> None:
 
 
 def test_several_seeds_share_the_work() -> None:
-    with Seed(Model(1), KEY, limit="40KB/s") as one, Seed(Model(1), KEY, limit="40KB/s") as other:
+    with (
+        Seed(Model(1), KEY, limit="40KB/s", weights="1") as one,
+        Seed(Model(1), KEY, limit="40KB/s", weights="1") as other,
+    ):
         model = Model(2)
         result = fork_into(model, [one.url, other.url], **SMALL)
         assert same(model, Model(1))
@@ -157,7 +160,7 @@ def test_several_seeds_share_the_work() -> None:
 
 
 def test_a_seed_that_ends_in_the_middle() -> None:
-    dying, other = Seed(Model(1), KEY, limit="30KB/s"), Seed(Model(1), KEY, limit="30KB/s")
+    dying, other = (Seed(Model(1), KEY, limit="30KB/s", weights="1") for _ in range(2))
     model = Model(2)
     with when(lambda: dying.stats()["sent_chunks"] >= 3, dying.close):
         result = fork_into(model, [dying.url, other.url], **SMALL)
@@ -242,6 +245,19 @@ def test_seeds_of_other_weights_are_left_behind(seed: Seed) -> None:
         result.left[1]
         == f"{newer.url}: it has other weights than the first seed, or has them in other regions"
     )
+
+
+def test_instances_whose_weights_have_no_version_are_not_mixed() -> None:
+    """Nobody says that they are the same; one instance under two URLs is."""
+    with Seed(Model(1), KEY) as one, Seed(Model(3), KEY) as other:
+        model = Model(2)
+        again = one.url.replace("127.0.0.1", "localhost")
+        result = fork_into(model, [one.url, other.url, again], **SMALL)
+        assert same(model, Model(1))
+    assert other.url not in result.by_source
+    (left,) = result.left
+    assert left.startswith(f"{other.url}: it has other weights than the first seed, or ")
+    assert 'neither says a version: give seeds of the same weights the same weights=, such as "v1"' in left
 
 
 def test_a_manifest_that_offers_what_is_no_address(seed: Seed) -> None:
@@ -339,7 +355,10 @@ def test_a_seed_that_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     address = f"127.0.0.1:{silent.getsockname()[1]}"
-    with Seed(Model(1), KEY, transports=["tcp"]) as stopped, Seed(Model(1), KEY) as other:
+    with (
+        Seed(Model(1), KEY, transports=["tcp"], weights="1") as stopped,
+        Seed(Model(1), KEY, weights="1") as other,
+    ):
         offers = (Offer("tcp", address),)
         monkeypatch.setattr(Served, "offers", property(lambda served: offers))
         stopped._publish({})

@@ -39,9 +39,21 @@ def test_a_silent_rank_is_forgotten() -> None:
 
 def test_a_rank_that_begins_again_takes_its_place() -> None:
     table = RankTable(key(0))
+    table.put("a" * 32, rank(1), 0)
+    table.put("b" * 32, rank(1), 1)
+    table.drop("a" * 32)
+    assert table.ranks(2) == (Rank(key(0)), rank(1))
+
+
+def test_another_instances_rank_takes_no_place() -> None:
+    table = RankTable(key(0), seconds=10)
     table.put("a" * 32, rank(1, port=1), 0)
-    table.put("b" * 32, rank(1, port=2), 1)
-    assert table.ranks(2) == (Rank(key(0)), rank(1, port=2))
+    with pytest.raises(RequestError, match=r"is here already, at http://10\.0\.0\.1:1: give each instance a"):
+        table.put("b" * 32, rank(1, port=2), 9)
+    assert table.ranks(9) == (Rank(key(0)), rank(1, port=1))
+    table.put("a" * 32, rank(1, port=3), 9)  # the same one, at another place
+    table.put("b" * 32, rank(1, port=2), 20)
+    assert table.ranks(20) == (Rank(key(0)), rank(1, port=2))
 
 
 def test_who_cannot_join() -> None:

@@ -189,7 +189,8 @@ def test_another_instance_on_the_same_port() -> None:
 def test_several_seeds() -> None:
     """Each brings some; one that ends is not asked again; those that are not alike are left at once."""
     with (
-        leaks.nothing_left(), Seed(tensors(), KEY) as one, Seed(tensors(), KEY) as other,
+        leaks.nothing_left(), Seed(tensors(), KEY, weights="1") as one,
+        Seed(tensors(), KEY, weights="1") as other,
         Seed(tensors(), KEY, weights="2") as newer,
     ):  # fmt: skip
         urls = [nobody(), one.url, newer.url, other.url]
@@ -214,7 +215,7 @@ def test_several_seeds() -> None:
 
 def test_the_last_seed_is_asked_again() -> None:
     """Where nobody else is there, why it cannot be read is an error."""
-    with Seed(tensors(), KEY) as one, Seed(tensors(), KEY) as other:
+    with Seed(tensors(), KEY, weights="1") as one, Seed(tensors(), KEY, weights="1") as other:
         table = SeedCheckpoint([url_of(one.url, ""), url_of(other.url, "")])
     with pytest.raises(SeedError, match="none of 2 seeds can be read"):
         list(table.stream(["half"], 100, lambda done: None))

@@ -122,6 +122,48 @@ def test_a_registry_is_handed_on(monkeypatch, seed):
     assert fork_model(settings(seed.url, registry="http://r:1")) is not None  # which is for announcing then
 
 
+@pytest.mark.parametrize(
+    ("offered", "own", "comes"),
+    [
+        ("checkpoint 1", "checkpoint 2", False),
+        ("checkpoint 1", "checkpoint 1", True),
+        ("checkpoint 1", "", True),
+        ("updated 0123, 1", "checkpoint 2", True),
+    ],
+)
+def test_an_instance_of_another_checkpoint_is_not_ours(caplog, offered, own, comes):
+    with tensorlift.seed(State(Model(2.0), "tests").tensors(), key=KEY, weights=offered) as seed:
+        assert (fork_model(settings(seed.url), own=lambda: own) is not None) == comes
+    why = "the instance has checkpoint 1, and the files here are checkpoint 2; loading from files"
+    assert (why in caplog.text) != comes
+
+
+def test_a_registrys_password_is_not_shown(caplog):
+    url = "redis://user:HUNTER2@127.0.0.1:1/0?password=HUNTER2"
+    for registry in (url, ("http://user:HUNTER2@127.0.0.1:1", "http://user:HUNTER2@[")):
+        found = Settings(instances=ForkSettings(registry=registry, transports=("tcp",)))
+        assert fork_model(found) is None
+        assert "HUNTER2" not in caplog.text + repr(found)
+    assert "from the registry redis://127.0.0.1:1: " in caplog.text
+    assert "from the registry http://127.0.0.1:1, http: " in caplog.text
+
+
+def test_weights_without_a_version_out_of_a_registry_are_of_one_rank_alone(monkeypatch):
+    from_registry = Settings(instances=ForkSettings(registry="http://r:1", transports=("tcp",)))
+    with tensorlift.seed(State(Model(2.0), "tests").tensors(), key=KEY) as seed:
+        original = tensorlift.fork
+        monkeypatch.setattr(
+            forks.instances, "fork", lambda _, registry=None, **more: original(seed.url, **more)
+        )
+        for asked, says in ((from_registry, "unnamed of rank 0"), (settings(seed.url), "")):
+            _, found = forks._made(Model, lambda: KEY, asked, "tests", None, str)
+            assert (found.weights, found.why) == (says, "")
+
+
+def test_a_share_of_a_limit_is_the_seeds_alone(seed):
+    assert fork_model(Settings(instances=ForkSettings(seed=(seed.url,), limit="25% "))) is not None
+
+
 def said(who, weights="", why=""):
     return forks.msgspec.json.encode(forks._Said(who, "", weights, why))
 

@@ -189,6 +189,51 @@ def test_a_session_of_updates(seeded: Any) -> None:
     assert state_of(url) == "open"
 
 
+@pytest.mark.parametrize("method", ["update_weights_from_disk", "update_weights_from_ipc"])
+def test_an_update_at_once_inside_of_a_session(seeded: Any, method: str) -> None:
+    url, updater, _ = seeded
+    updater.begin_weight_update(request())
+    getattr(updater, method)(request())
+    assert state_of(url) == "updating"
+    updater.end_weight_update(request())
+    assert state_of(url) == "open"
+
+
+def test_a_session_goes_on_behind_a_withdrawal(engine: fake_sglang.Engine, seeded: Any) -> None:
+    url, updater, _ = seeded
+    engine.features.enable_weights_cpu_backup = True
+    updater.begin_weight_update(request())
+    updater.release_memory_occupation(request())
+    updater.resume_memory_occupation(request())
+    updater.update_weights_from_tensor(request())
+    assert state_of(url) == "closed"
+    updater.end_weight_update(request())
+    assert state_of(url) == "closed"
+    updater.update_weights_from_disk(request())
+    assert state_of(url) == "open"
+
+
+def test_weights_that_are_reset_for_a_check(seeded: Any) -> None:
+    url, updater, _ = seeded
+    updater.check_weights(request(action="checksum"))
+    assert state_of(url) == "open"
+    updater.check_weights(request(action="reset_tensors"))
+    updater.resume_memory_occupation(request())
+    assert state_of(url) == "closed"
+    updater.update_weights_from_disk(request())
+    assert state_of(url) == "open"
+
+
+def test_an_instance_of_another_checkpoint_is_not_forked(
+    engine: fake_sglang.Engine, seeded: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, _, model = seeded
+    (tmp_path / "v2").mkdir()
+    write_safetensors(tmp_path / "v2" / "model.safetensors", rows(seed=5))
+    assert not torch.equal(load(engine, tmp_path / "v2", seed=url).weight, model.weight)
+    assert "the instance has checkpoint " in caplog.text
+
+
 def test_a_session_that_fails(seeded: Any) -> None:
     url, updater, _ = seeded
     updater.begin_weight_update(request())
@@ -209,7 +254,7 @@ def test_a_session_that_fails(seeded: Any) -> None:
         updater.error = RuntimeError("half way")
         with pytest.raises(RuntimeError, match="half way"):
             getattr(updater, method)(request())
-        updater.error, updater.session = None, False
+        updater.error, updater._session = None, None
         assert state_of(url) != "open"
         updater.update_weights_from_disk(request())
 

@@ -183,6 +183,14 @@ def test_without_fallback_the_start_ends(vllm, url, folder):
         load(vllm, Config(folder), seed=url, fallback=False)
 
 
+def test_an_instance_of_another_checkpoint_is_not_forked(vllm, url, folder, caplog, tmp_path):
+    (tmp_path / "v2").mkdir()
+    save_file({"a": torch.arange(8.0) + 1, "scale": torch.tensor(0.5)}, tmp_path / "v2" / "model.safetensors")
+    model, _ = load(vllm, Config(tmp_path / "v2"), seed=url)
+    assert float(model.a[-1, -1]) == 16.0
+    assert "the instance has checkpoint " in caplog.text
+
+
 def test_small_tensors_that_files_lack_are_as_before_a_fork_that_failed(vllm, url, folder, monkeypatch):
     from tensorlift.integrations import forks
 
@@ -274,6 +282,11 @@ def test_what_a_worker_does_with_weights_keeps_readers_away(vllm, url, folder):
     worker.discard(("kv_cache",))
     assert is_open(url) is True
     worker.discard(("weights",))
+    assert is_open(url) is None
+    worker.reload_weights()
+    assert is_open(url) is True
+    worker.reset_weights()
+    worker.wake_up()
     assert is_open(url) is None
 
 

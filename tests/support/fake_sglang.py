@@ -116,7 +116,7 @@ class SchedulerWeightUpdaterManager:
     """Answers what a test has it answer, and raises what it has it raise; keeps a session as SGLang does."""
 
     def __init__(self) -> None:
-        self.session, self.success, self.error = False, True, None
+        self._session, self.success, self.error = None, True, None
 
     def _answer(self, request: Any) -> Any:
         if self.error is not None:
@@ -124,23 +124,23 @@ class SchedulerWeightUpdaterManager:
         return SimpleNamespace(success=self.success)
 
     update_weights_from_disk = update_weights_from_ipc = _answer
-    release_memory_occupation = resume_memory_occupation = _answer
+    release_memory_occupation = resume_memory_occupation = check_weights = _answer
 
     def begin_weight_update(self, request: Any) -> Any:
-        if self.session:
+        if self._session is not None:
             return SimpleNamespace(success=False)
         answer = self._answer(request)
-        self.session = bool(answer.success)
+        self._session = SimpleNamespace() if answer.success else None
         return answer
 
     def update_weights_from_tensor(self, request: Any) -> Any:
-        return self._answer(request) if self.session else SimpleNamespace(success=False)
+        return SimpleNamespace(success=False) if self._session is None else self._answer(request)
 
     update_weights_from_distributed = update_weights_from_tensor
 
     def end_weight_update(self, request: Any) -> Any:
         answer = self.update_weights_from_tensor(request)
-        self.session = False
+        self._session = None
         return answer
 
 

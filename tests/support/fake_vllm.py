@@ -126,6 +126,7 @@ class Worker:
 
     compile_or_warm_up_model = reload_weights = start_weight_update = start_draft_weight_update = _work
     update_weights = finish_weight_update = sleep = wake_up = discard = elastic_ep_execute = shutdown = _work
+    reset_weights = _work
 
 
 class BaseKVCacheMethod:

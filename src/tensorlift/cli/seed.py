@@ -68,6 +68,7 @@ def command(
         from tensorlift.forking.listener import Listener
         from tensorlift.forking.remote import url_of
         from tensorlift.instances import seed as begun
+        from tensorlift.integrations.checkpoints import checkpoint_of
 
     check_host(host, token, insecure)
     with until_terminated():
@@ -80,6 +81,7 @@ def command(
             seed = begun(
                 tensors, key=model, host=host, port=port, token=token or None, insecure=insecure, limit=limit,
                 readers=readers, tls=tls, registry=registry, place=place,
+                weights=checkpoint_of(paths[0]) if len(paths) == 1 else "",
             )  # fmt: skip
         with seed:
             urls = {"url": seed.url, "source": url_of(seed.url, model.model)}

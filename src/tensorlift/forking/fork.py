@@ -34,6 +34,8 @@ __all__ = ["Forked", "alike", "fork_into"]
 _CHUNK_BYTES = 16 << 20
 # To one seed, each a thread there and here: more bring nothing.
 _MOST_CONNECTIONS = 64
+_UNLIKE = "it has other weights than the first seed, or has them in other regions"
+_UNNAMED = ', or neither says a version: give seeds of the same weights the same weights=, such as "v1"'
 # Weights that change faster than they can be read are no source.
 _ATTEMPTS = 5
 
@@ -339,7 +341,7 @@ def alike(
             left[client.url] = str(error).removeprefix(client.url).lstrip(": ")
             continue
         if found and not _alike(found[0].manifest, source.manifest):
-            left[source.name] = "it has other weights than the first seed, or has them in other regions"
+            left[source.name] = _UNLIKE + (_UNNAMED if not source.manifest.weights else "")
         else:
             left.pop(source.name, None)
             found.append(source)
@@ -388,6 +390,8 @@ def _check(client: SeedClient, manifest: Manifest, wanted: _Wanted, layouts: Seq
 
 
 def _alike(one: Manifest, other: Manifest) -> bool:
+    if not one.weights and one.instance != other.instance:
+        return False  # of weights without a version nobody says that they are the same
     return (one.key, one.weights, one.regions, one.tensors) == (
         other.key,
         other.weights,

@@ -61,7 +61,8 @@ class RankTable:
     def put(self, instance: str, rank: Rank, now: float) -> float:
         """It is known for so many seconds; RequestError.
 
-        Another one with the same key is forgotten: a process that has begun again comes with a new instance.
+        Another one with the same key and URL is forgotten: a process that has begun again comes with a new
+        instance. One at another URL may be of another start, whose front has its port from here: it stays.
         """
         if problem := rank_problem(rank.key):
             raise RequestError(f"its key has {problem}")
@@ -69,7 +70,13 @@ class RankTable:
             raise RequestError(f"{told_key(rank.key)} is here already, at the seed that is joined")
         with self._lock:
             self._forget(now)
-            for other in [id for id, (known, _) in self._joined.items() if known.key == rank.key]:
+            same = [(id, known) for id, (known, _) in self._joined.items() if known.key == rank.key]
+            for other, known in same:
+                if other != instance and known.url != rank.url:
+                    raise RequestError(
+                        f"{told_key(rank.key)} is here already, at {known.url}: give each instance a port of "
+                        f"its own; if that one has ended, it is forgotten within {self._seconds:g} s"
+                    )
                 del self._joined[other]
             if len(self._joined) >= self._most and instance not in self._joined:
                 raise RequestError(f"{self._most:,} ranks have joined already")

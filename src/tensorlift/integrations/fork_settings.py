@@ -7,6 +7,7 @@ parsed.
 from __future__ import annotations
 
 import dataclasses
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,7 +48,8 @@ class ForkSettings:
     """All of it, checked."""
 
     seed: tuple[str, ...] = ()
-    registry: str | tuple[str, ...] | None = None
+    # Passwords may be in it: see ``where``.
+    registry: str | tuple[str, ...] | None = dataclasses.field(default=None, repr=False)
     fallback: bool = True
     """What a fork cannot bring is loaded from files; without, it ends the start."""
     token: str | None = dataclasses.field(default=None, repr=False)
@@ -60,6 +62,12 @@ class ForkSettings:
     def forks(self) -> bool:
         """Whether weights come from a running instance, where there is one."""
         return bool(self.seed) or self.registry is not None
+
+    @property
+    def where(self) -> str:
+        """Whom a fork asks, for messages."""
+        registry = [self.registry] if isinstance(self.registry, str) else self.registry or ()
+        return ", ".join(self.seed) or f"the registry {', '.join(map(_without_secrets, registry))}"
 
     def shared(self) -> dict[str, Any]:
         """What ``tensorlift.seed`` and ``tensorlift.fork`` both take, as far as it was given."""
@@ -78,6 +86,15 @@ class ForkSettings:
                 f"publish: with {ranks} ranks the others have to know where rank 0 is: give a port, such as "
                 '{"port": 7000}'
             )
+
+
+def _without_secrets(url: str) -> str:
+    """Scheme, host and port of a registry's URL; of what has none of them, the scheme alone."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2], path="", query="", fragment="").geturl()
+    except ValueError:
+        return url.partition(":")[0]
 
 
 def parse_forks(given: Mapping[str, Any]) -> ForkSettings:

@@ -20,6 +20,7 @@ from tensorlift.errors import ForkError
 from tensorlift.forking.fork import Forked
 from tensorlift.forking.keys import told_key
 from tensorlift.forking.manifest import ModelKey
+from tensorlift.integrations.checkpoints import is_other
 from tensorlift.integrations.settings import LOAD_FORMAT, Settings
 from tensorlift.integrations.state import State
 from tensorlift.integrations.weights import rank
@@ -52,19 +53,20 @@ def fork_model(
     group: Any,
     log: logging.Logger,
     bar: Callable[[], AbstractContextManager[Report]] | None = None,
+    own: Callable[[], str] = lambda: "",
 ) -> tuple[Model, State, Forked] | None:
     """A model with the weights of a running instance; None: load from files, on all ranks, as the log says.
 
     make: makes the model with memory for its weights, in the state that ``key()`` says. engine: its package;
     see State. group: as for ``tensorlift.open``: the ranks that have to have one version. bar: as for
-    iterate(). Raises ForkError where files may not stand in, RanksError where another rank is gone.
+    iterate(). own: the version of the files here, see checkpoint_of(). Raises ForkError where files may not
+    stand in, RanksError where another rank is gone.
     """
     with _Together(group, settings) as ranks:
-        made, said = _made(make, key, settings, engine, bar)
+        made, said = _made(make, key, settings, engine, bar, own)
         why = ranks.why_not(said)
     if why or made is None:
-        where = ", ".join(settings.instances.seed) or f"the registry {settings.instances.registry}"
-        told = f"{LOAD_FORMAT}: rank {rank()}: no fork{said.what} from {where}: {why}"
+        told = f"{LOAD_FORMAT}: rank {rank()}: no fork{said.what} from {settings.instances.where}: {why}"
         made = None  # its memory is wanted for the one that is loaded
         _free()
         if not settings.instances.fallback:
@@ -81,6 +83,7 @@ def _made(
     settings: Settings,
     engine: str,
     bar: Callable[[], AbstractContextManager[Report]] | None,
+    own: Callable[[], str],
 ) -> tuple[tuple[Model, State, Forked] | None, _Said]:
     said = _Said(f"rank {rank()}")
     try:
@@ -89,12 +92,15 @@ def _made(
         model = make()
         state = State(model, engine)
         came = _forked(state, wanted, settings, bar)
+        if is_other(came.weights, files := own()):
+            raise ForkError(f"the instance has {came.weights}, and the files here are {files}")
         state.take()
     # Whatever it is, also of an engine that cannot process weights that are none: there are files.
     except Exception as error:  # noqa: BLE001
         said.why = f"{type(error).__name__}: {error}"
         return None, said
-    said.weights = came.weights
+    # Weights without a name, of whoever a registry names: another rank's may be another instance's.
+    said.weights = came.weights or ("" if settings.instances.seed else f"unnamed of {said.who}")
     return (model, state, came), said
 
 
@@ -110,7 +116,10 @@ def _forked(
         urls: Any = list(settings.instances.seed) or None
         options = settings.instances.shared()
         # A share is one of NICs here, and a seed's is of the network's rate where there are none.
-        if not (limit := settings.instances.limit or "").endswith("%") or settings.instances.transports:
+        if (
+            not (limit := settings.instances.limit or "").strip().endswith("%")
+            or settings.instances.transports
+        ):
             options["limit"] = limit or None
         if urls is not None:
             options.pop("registry", None)  # where seeds are named, it is for announcing this instance

@@ -11,8 +11,10 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tensorlift import instances
 from tensorlift.errors import SeedError
@@ -22,12 +24,13 @@ from tensorlift.forking.seed import Seed
 from tensorlift.integrations.fork_settings import ForkSettings
 from tensorlift.integrations.settings import LOAD_FORMAT
 from tensorlift.integrations.state import State
-from tensorlift.integrations.weights import rank
+from tensorlift.integrations.weights import rank, world
 
 __all__ = ["Publisher", "publisher"]
 
-# The front is another rank's, which may still be at its own weights.
-_JOIN_SECONDS = 30.0
+# The front is another rank's, which may still be at its own weights. Where it did not come in that time it is
+# not offered, and the engine's thread waits no longer for it at each of its updates.
+_JOIN_SECONDS, _JOIN_AGAIN_SECONDS = 30.0, 1.0
 
 
 @dataclasses.dataclass
@@ -48,7 +51,8 @@ class Publisher:
     def __init__(self) -> None:
         self._offers: list[_Offer] = []
         self._log = logging.getLogger("tensorlift")
-        self._serving = self._lost = self._spoiled = self._whole = False
+        self._serving = self._lost = self._spoiled = self._whole = self._in_vain = False
+        self._start, self._updates = "", 0
         self._ending: contextlib.ExitStack | None = None
         """Of the update that is under way."""
 
@@ -67,8 +71,10 @@ class Publisher:
         if settings.publish is None:
             return
         self._log = log
+        self._start = self._start or _common_start()
         try:
-            offer = _Offer(state(), key(), weights, settings)
+            # Without a name they would count as the same as any others without one.
+            offer = _Offer(state(), key(), weights or f"of start {self._start}", settings)
         except Exception as error:  # noqa: BLE001
             why = f"{type(error).__name__}: {error}"
             log.warning("%s: rank %d: a model is not offered: %s", LOAD_FORMAT, rank(), why)
@@ -122,7 +128,8 @@ class Publisher:
 
     @contextlib.contextmanager
     def updating(self, what: str) -> Iterator[None]:
-        """Around a change of the weights: see begin_update()."""
+        """Around a change of the weights: see begin_update(). Inside an update, which goes on behind it."""
+        inside = self.is_updating
         self.begin_update(what)
         try:
             yield
@@ -130,7 +137,8 @@ class Publisher:
             self.spoil()
             raise
         finally:
-            self.end_update()
+            if not inside:
+                self.end_update()
 
     def begin_update(self, what: str, *, whole: bool = True) -> None:
         """Nobody reads what changes now; readers begin again behind it, and are not waited for.
@@ -140,8 +148,10 @@ class Publisher:
         if self._ending is not None:
             return
         self._ending, self._spoiled, self._whole = contextlib.ExitStack(), False, whole
+        self._updates += 1
         for offer in self._offers:
-            offer.weights = f"updated {secrets.token_hex(4)}"
+            # All ranks see the same updates, and a fork of several ranks wants one version.
+            offer.weights = f"updated {self._start}, {self._updates}"
             if offer.seed is None:
                 continue
             if offer.state.is_held:
@@ -194,6 +204,7 @@ class Publisher:
             place = dataclasses.replace(publish, port=first.port)  # which may be any that was free
         join = None if is_front else place.front_url
         tensors = offer.state.tensors()
+        in_vain, self._in_vain = self._in_vain, True
         offer.seed = instances.seed(
             tensors,
             key=offer.key,
@@ -203,9 +214,10 @@ class Publisher:
             insecure=publish.insecure,
             weights=offer.weights,
             join=join,
-            join_timeout=_JOIN_SECONDS,
+            join_timeout=_JOIN_AGAIN_SECONDS if in_vain else _JOIN_SECONDS,
             **offer.settings.shared(),
         )
+        self._in_vain = False
         offer.given = tensors
         offer.port = int(offer.seed.url.rpartition(":")[2])
         where = f"{offer.seed.url}" + (f", behind {join}" if join else "")
@@ -218,6 +230,20 @@ class Publisher:
 
     def _say_not(self, offer: _Offer, why: str) -> None:
         self._log.warning("%s: rank %d: %s is not offered: %s", LOAD_FORMAT, rank(), told_key(offer.key), why)
+
+
+def _common_start() -> str:
+    """A name of this start of the engine, the same on all its ranks."""
+    own = secrets.token_hex(8)
+    if world() is None:
+        return own
+    try:
+        # The rank that comes first names it, and none waits for another.
+        store: Any = dist.distributed_c10d._get_default_store()
+        return str(store.compare_set("tensorlift/start", "", own).decode())
+    # Then each rank has a version of its own, and forks of several load from files.
+    except Exception:  # noqa: BLE001
+        return own
 
 
 def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -100,6 +100,9 @@ def _made(go: Callable[[], Any], *_: Any, **__: Any) -> None:
         publisher.serve()
 
 
+# SGLang allows both inside a session too, whose end is then the end of the update.
+
+
 def _from_disk(go: Callable[[], Any], *_: Any) -> Any:
     # One that fails has changed nothing, or SGLang has loaded the weights from before again.
     with imported_publisher().updating("weights are loaded from disk"):
@@ -127,10 +130,12 @@ def _begins(go: Callable[[], Any], manager: Any, request: Any) -> Any:
     return answer
 
 
-def _within(go: Callable[[], Any], *_: Any) -> Any:
+def _within(go: Callable[[], Any], manager: Any, *_: Any) -> Any:
     """Outside of a session SGLang refuses, and nothing changes."""
     publisher = imported_publisher()
     if not publisher.is_updating:
+        if getattr(manager, "_session", None) is not None:  # a withdrawal has ended ours
+            publisher.withdraw("weights are updated behind a withdrawal", lost=True)
         return go()
     try:
         return _looked_at(go())
@@ -139,8 +144,8 @@ def _within(go: Callable[[], Any], *_: Any) -> Any:
         raise
 
 
-def _ends(go: Callable[[], Any], *_: Any) -> Any:
-    answer = _within(go)
+def _ends(go: Callable[[], Any], manager: Any, *_: Any) -> Any:
+    answer = _within(go, manager)
     imported_publisher().end_update()
     return answer
 
@@ -167,6 +172,12 @@ def _resumes(go: Callable[[], Any], manager: Any, request: Any) -> Any:
     return answer
 
 
+def _checks(go: Callable[[], Any], manager: Any, request: Any) -> Any:
+    if request.action == "reset_tensors":
+        imported_publisher().withdraw("the weights are reset", lost=True)
+    return go()
+
+
 _AROUND: dict[str, Callable[..., Any]] = {
     "update_weights_from_disk": _from_disk,
     "update_weights_from_ipc": _from_ipc,
@@ -174,6 +185,7 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "update_weights_from_tensor": _within,
     "update_weights_from_distributed": _within,
     "end_weight_update": _ends,
+    "check_weights": _checks,
     "release_memory_occupation": _releases,
     "resume_memory_occupation": _resumes,
 }

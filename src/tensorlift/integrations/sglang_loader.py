@@ -22,6 +22,7 @@ from tensorlift.errors import CheckpointError, OptionError
 from tensorlift.format.listing import SUFFIX
 from tensorlift.integrations import completeness
 from tensorlift.integrations.bars import byte_bar
+from tensorlift.integrations.checkpoints import checkpoint_of
 from tensorlift.integrations.devices import check_device
 from tensorlift.integrations.forks import fork_model
 from tensorlift.integrations.publishing import publisher
@@ -88,7 +89,7 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
         if model is None:
             model = self._made(model_config, device_config)
             if instances.publish:
-                self._offer(model_config, lambda: State(model, "sglang"))
+                self._offer(model_config, lambda: State(model, "sglang"), _checkpoint(model_config))
         return model
 
     def _made(self, model_config: Any, device_config: Any) -> Any:
@@ -112,6 +113,7 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
                 group=self._group(),
                 bar=_bar if rank() == 0 else None,
                 log=_log,
+                own=lambda: _checkpoint(model_config),
             )
         finally:
             self._only_layout = False
@@ -125,7 +127,7 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
     def _key(self, model_config: Any) -> Callable[[], Any]:
         return lambda: key_of(model_config, self.load_config.draft_model_idx)
 
-    def _offer(self, model_config: Any, state: Callable[[], State], weights: str = "") -> None:
+    def _offer(self, model_config: Any, state: Callable[[], State], weights: str) -> None:
         publisher.add(state, self._key(model_config), self._settings.instances, _log, weights)
 
     def _check_quantization(self, model_config: Any) -> None:
@@ -269,6 +271,10 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
             completeness.compare_shapes(
                 _started[place], shapes, strict=self._settings.strict, engine=ENGINE, log=_log
             )
+
+
+def _checkpoint(model_config: Any) -> str:
+    return checkpoint_of(model_config.model_path, getattr(model_config, "revision", None))
 
 
 def _bar() -> Any:

@@ -193,6 +193,12 @@ def _discards(publisher: Any, tags: tuple[str, ...]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _resets(publisher: Any) -> Iterator[None]:
+    publisher.withdraw("the weights are reset", lost=True)
+    yield
+
+
+@contextlib.contextmanager
 def _moves(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
     publisher.withdraw("experts move between ranks", lost=True)
     yield
@@ -214,6 +220,7 @@ _AROUND = {
     "sleep": _sleeps,
     "wake_up": _wakes,
     "discard": _discards,
+    "reset_weights": _resets,
     "elastic_ep_execute": _moves,
     "shutdown": _shuts_down,
 }

@@ -96,7 +96,7 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
                     forget()
             model = self._made(vllm_config, model_config, prefix)
             if instances.publish:
-                self._offer(lambda: State(model, "vllm"))
+                self._offer(lambda: State(model, "vllm"), self._checkpoint())
             return model
         finally:
             self._config = self._model_config = None
@@ -131,14 +131,20 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
             group=self._group(),
             bar=self._bar if enable_tqdm(self.load_config.use_tqdm_on_load) else None,
             log=log,
+            own=self._checkpoint,
         )
+
+    def _checkpoint(self) -> str:
+        from tensorlift.integrations.checkpoints import checkpoint_of
+
+        return checkpoint_of(self._model_config.model, self._model_config.revision)
 
     def _key(self) -> Any:
         from tensorlift.integrations.vllm_forks import key_of
 
         return key_of(self._config, self._model_config, self._draft)
 
-    def _offer(self, state: Callable[[], Any], weights: str = "") -> None:
+    def _offer(self, state: Callable[[], Any], weights: str) -> None:
         from tensorlift.integrations.publishing import publisher
 
         publisher.add(state, self._key, self.settings.instances, log, weights)
@@ -162,7 +168,8 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
         if instances.publish:
             from tensorlift.integrations.state import State
 
-            self._offer(lambda: State(model, "vllm", hold=True), weights or "")
+            version = self._checkpoint() if weights is None else weights
+            self._offer(lambda: State(model, "vllm", hold=True), version)
 
     def _unprocessed(self, model: torch.nn.Module) -> str | None:
         """Forks weights that vLLM processes itself afterwards: their version; None where files have to do."""
