@@ -98,7 +98,7 @@ def test_a_seed_that_has_no_room_is_waited_for_no_longer_than_asked(
 
 
 def test_forks_are_spread_and_many_are_read_at_once(server: RegistryServer) -> None:
-    with seeding(server) as one, seeding(server) as other:
+    with seeding(server, weights="1") as one, seeding(server, weights="1") as other:
         lease = one.grant(50)
         until(lambda: loads(server)[one.url] == (1, 1))
         for number in range(3):
@@ -153,6 +153,16 @@ def test_weights_that_nobody_has(server: RegistryServer, tmp_path: Path) -> None
 def test_other_weights_than_the_model_here(server: RegistryServer) -> None:
     with seeding(server), pytest.raises(ForkError, match="has other weights than the model here"):
         tensorlift.fork(registry=server.url, key=KEY, into={"b": torch.zeros(3)})
+
+
+def test_a_seed_on_all_addresses_that_failed_is_not_asked_again(server: RegistryServer) -> None:
+    """The registry names it by another URL than the fork went to."""
+    with seeding(server, host="0.0.0.0", insecure=True) as seed:
+        with pytest.raises(ForkError, match="it knows no other than the 1 seed that failed"):
+            tensorlift.fork(registry=server.url, key=KEY, into={"b": torch.zeros(3)}, wait=5)
+        # It has been sent one fork, and no more.
+        (known,) = server._registry._seeds.values()
+        assert (known.seed.url, len(known.sent)) == (seed.url, 1)
 
 
 def test_a_registry_that_is_not_there(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -132,6 +134,15 @@ def test_what_cannot_be_announced(known: tuple[Registry, RegistryServer | RedisR
     assert list(view(behind).seeds) == []
 
 
+def test_a_seed_on_all_addresses_is_left_out(known: tuple[Registry, RegistryServer | RedisRegistry]) -> None:
+    registry, _ = known
+    registry.announce(announced(1, url="http://0.0.0.0:7000"))
+    (found,) = registry.candidates(KEY, Near())
+    assert found == "http://127.0.0.1:7000"
+    with pytest.raises(SeedError, match="it knows no other than the 1 seed that failed"):
+        registry.candidates(KEY, Near(), 1, [found])
+
+
 def test_in_redis_seeds_lapse_by_themselves(
     on_a_redis: RedisRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +180,37 @@ def test_a_redis_where_others_write(on_a_redis: RedisRegistry) -> None:
     base.set(on_redis._of("key", KEY), "no set")
     with pytest.raises(SeedError, match=r"^redis://127.0.0.1:\d+ refuses: WRONGTYPE"):
         on_a_redis.candidates(KEY, Near())
+
+
+def test_whichever_address_a_redis_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that its name has, the first that there is a way to."""
+    ours, nowhere = ("127.0.0.1", 6379), ("127.0.0.1", 6379, 0, 0)
+    v4, v6 = ((kind, socket.SOCK_DGRAM, 0, "") for kind in (socket.AF_INET, socket.AF_INET6))
+    found: list[Any] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    registry = RedisRegistry("redis://redis.example")
+    # No address of IPv6, for which there is no way.
+    found[:] = [(*v6, nowhere), (*v4, ours)]
+    assert registry._own_address() == "127.0.0.1"
+    for found[:] in ([(*v6, nowhere)], []):
+        with pytest.raises(SeedError, match=r"redis\.example:6379 cannot be reached: ."):
+            registry._own_address()
+    if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
+        found[:] = [(*v6, ("::1", 6379, 0, 0))]
+        assert registry._own_address() == "::1"
+    registry.close()
+
+
+def test_who_says_his_address_is_not_asked_for_it(
+    on_a_redis: RedisRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which does not work everywhere where a Redis can be reached."""
+    monkeypatch.delattr(RedisRegistry, "_own_address")
+    assert on_a_redis.announce(announced(1, url="http://10.0.0.5:7000")) == 15
+    with pytest.raises(RequestError, match="a seed is named by its address"):
+        on_a_redis.announce(announced(1, url="http://node7:1"))
+    with pytest.raises(AttributeError, match="_own_address"):
+        on_a_redis.announce(announced(1, url="http://0.0.0.0:7000"))
 
 
 def test_a_redis_that_is_not_there() -> None:

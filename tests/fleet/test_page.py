@@ -95,13 +95,28 @@ def test_a_fleet_is_shown_in_part() -> None:
     assert len(pages.content(View([long], [], {}, []))) < 5000
 
 
+def test_what_was_long_ago_is_not_shown() -> None:
+    """Each key that was ever forked would be a section for ever."""
+    keys = [ModelKey(model="m", revision=f"r{number}.") for number in range(5)]
+    view = View(
+        [announced(1, keys[1])],
+        [fork(2, key=msgspec.to_builtins(keys[2]))],
+        {(key, "done"): 7 for key in keys},
+        [(fork(3, "done", key=msgspec.to_builtins(keys[3])), "done")],
+    )
+    shown = words(view)
+    assert shown.startswith("1 seed of 3 keys")
+    assert [key.revision in shown for key in keys] == [False, True, True, True, False]
+    assert shown.count("7 done") == 3
+
+
 def test_the_same_figures_are_the_same_text() -> None:
     seeds = [announced(number) for number in range(3)]
     assert pages.content(View(seeds, [], {}, [])) == pages.content(View(seeds[::-1], [], {}, []))
 
 
 def test_nothing_from_elsewhere() -> None:
-    shown = pages.whole(View([announced(1)], [], {}, []))
+    shown = pages.whole(pages.content(View([announced(1)], [], {}, [])))
     assert not re.search(r"(src|href|url|@import)\s*[=(]", shown)
     policy = pages.HEADERS["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")

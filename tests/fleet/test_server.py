@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
 import socket
 import ssl
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ TOKEN = "töken"
 PATHS = (
     ("GET", "/"), ("GET", "/events"), ("GET", "/metrics"), ("POST", "/v1/seeds"), ("POST", "/v1/forks"),
     ("POST", "/v1/candidates"), ("POST", f"/v1/seeds/{'a' * 32}"), ("DELETE", f"/v1/seeds/{'a' * 32}"),
+    ("GET", "/nothing"), ("PUT", "/v1/seeds"), ("GET", "/v1/seeds"), ("OPTIONS", "*"),
 )  # fmt: skip
 SEED = msgspec.json.encode(announced(1))
 JSON = {"Content-Type": "application/json"}
@@ -62,6 +67,7 @@ def test_a_stranger_is_told_nothing() -> None:
                 )
                 assert (status, body) == (401, b"")
                 assert told["WWW-Authenticate"].startswith("Basic realm=")
+                assert told["Connection"] == "close"
         client = RegistryClient(server.url)
         with pytest.raises(SeedError, match="does not take this token; give that of the registry") as refused:
             client.candidates(KEY, Near())
@@ -75,7 +81,7 @@ def test_a_browser_may_look_and_no_more() -> None:
         for headers in (basic(f"me:{TOKEN}"), basic(f":{TOKEN}", "latin-1"), bearer(TOKEN)):
             for path in ("/", "/events", "/metrics"):
                 assert asked(server, "GET", path, headers=headers)[0] == 200
-        for method, path in PATHS[3:]:
+        for method, path in PATHS[3:8]:
             assert asked(server, method, path, SEED, JSON | basic(f"me:{TOKEN}"))[0] == 401
         assert TOKEN.encode() not in asked(server, "GET", "/", headers=bearer(TOKEN))[1]
 
@@ -128,6 +134,38 @@ def test_who_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             with socket.create_connection(server._socket.getsockname(), 60) as peer:
                 peer.sendall(said)
                 assert peer.recv(10) == b""
+
+
+def read_until(peer: socket.socket, wanted: bytes, times: int = 1) -> None:
+    found = b""
+    while found.count(wanted) < times:
+        found += (came := peer.recv(65536))
+        assert came
+
+
+NOTHING = b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def test_who_asks_nothing_whole_behind_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one byte has come of the next head, with which uvicorn's own patience ends."""
+    monkeypatch.setattr(module, "_HEAD_SECONDS", 1.0)
+    with serving() as server, socket.create_connection(server._socket.getsockname(), 60) as peer:
+        peer.sendall(NOTHING * 3)
+        read_until(peer, b"Not Found", 6)  # in the status and in the body
+        with contextlib.suppress(ConnectionError):
+            peer.sendall(b"G")
+            assert peer.recv(10) == b""
+
+
+def test_a_long_answer_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a page has no end."""
+    monkeypatch.setattr(module, "_HEAD_SECONDS", 1.0)
+    with serving() as server, socket.create_connection(server._socket.getsockname(), 60) as peer:
+        peer.sendall(NOTHING + b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        read_until(peer, b"No seed has announced itself yet")
+        time.sleep(1.5)
+        RegistryClient(server.url).announce(announced(1))
+        read_until(peer, b"1 seed of")
 
 
 def test_where_a_seed_may_be() -> None:
@@ -231,6 +269,36 @@ def test_metrics() -> None:
         ("ended_forks_total", "done"): 1,
     }
     assert samples["seeds", None].labels["model"] == "org/model"
+
+
+def test_what_is_shown_is_made_once_for_all_and_by_no_thread_that_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seeds renew meanwhile, however long it takes."""
+    going, may_end = threading.Event(), threading.Event()
+    makers: list[int] = []
+
+    def slow(view: object) -> str:
+        makers.append(threading.get_ident())
+        going.set()
+        assert may_end.wait(60)
+        return "all of it"
+
+    monkeypatch.setattr(module, "_PAGE_SECONDS", 3600)
+    monkeypatch.setattr(module.page, "content", slow)
+    with serving() as server:
+        client = RegistryClient(server.url)
+        with ThreadPoolExecutor(5) as threads:
+            pages = [threads.submit(asked, server, "GET", "/") for _ in range(5)]
+            try:
+                assert going.wait(60)
+                assert client.announce(announced(1)) == 15
+            finally:
+                may_end.set()
+            assert all(b"all of it" in one.result()[1] for one in pages)
+        asked(server, "GET", "/events")
+        assert len(makers) == 1
+        assert makers[0] != server._thread.ident
 
 
 def test_nothing_is_left() -> None:

@@ -73,8 +73,8 @@ def dripping(
 def test_one_of_two_drips(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then, so that no wait for it ends: another seed brings what it holds."""
     with (
-        Seed(weights(1), KEY, transports=["tcp"]) as slow,
-        Seed(weights(1), KEY, limit="100KB/s", transports=["tcp"]) as other,
+        Seed(weights(1), KEY, transports=["tcp"], weights="1") as slow,
+        Seed(weights(1), KEY, limit="100KB/s", transports=["tcp"], weights="1") as other,
         dripping(slow, monkeypatch, fast_bytes=10_000),
     ):
         found = weights(0)
@@ -244,7 +244,7 @@ def paced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_a_forks_own_limit_is_of_all_seeds_together(paced: list[tuple[int, int]]) -> None:
-    with Seed(weights(1), KEY) as one, Seed(weights(1), KEY) as other:
+    with Seed(weights(1), KEY, weights="1") as one, Seed(weights(1), KEY, weights="1") as other:
         found = weights(0)
         fork_into(found, [one.url, other.url], chunk_bytes=CHUNK, limit="40MB/s")
         assert same(found, 1)

@@ -10,7 +10,7 @@ import pytest
 from support.standin_fabric import Costs, StandIn, World, side_by_side
 from support.waiting import until
 from tensorlift.engine.abi_fork import Memory
-from tensorlift.forking.fabrics import ANY
+from tensorlift.forking.fabrics import ANY, FabricError
 from tensorlift.forking.registering import Registration, spans_of
 
 
@@ -109,6 +109,68 @@ def test_what_cannot_be_registered_is_said_and_the_rest_stays(caplog: pytest.Log
     assert made.places()[0] is not None
     made.close()
     assert fabric.registered == []
+
+
+def test_who_waits_for_all_is_told_of_an_end_and_of_a_problem() -> None:
+    """Before the time is over that it would wait for."""
+    found: list[bool] = []
+
+    def wait(made: Registration) -> threading.Thread:
+        thread = threading.Thread(target=lambda: found.append(made.wait_for_all(3000)), daemon=True)
+        thread.start()
+        return thread
+
+    fabric = engine()
+    fabric.may_register = threading.Semaphore(0)
+    made = Registration(fabric, [Memory(0x10000, 1 << 30)])
+    waiting = wait(made)
+    until(lambda: made._state._waiters)  # type: ignore[attr-defined]
+    ending = threading.Thread(target=made.close)
+    ending.start()
+    waiting.join(60)
+    fabric.may_register.release()
+    ending.join()
+    assert found == [False]
+    broken = engine()
+    broken.fails_to_register = lambda memories: True
+    made = Registration(broken, [Memory(0x10000, 1 << 30)])
+    wait(made).join(60)
+    assert found == [False, False]
+    made.close()
+
+
+def test_whatever_a_binding_raises_is_a_problem() -> None:
+    fabric = engine()
+
+    def broken(memories: object) -> None:
+        raise TypeError
+
+    fabric.register = broken  # type: ignore[method-assign,assignment]
+    made = Registration(fabric, [Memory(0x10000, 1 << 30)])
+    made.wait(0, 60)
+    assert made.problem == "TypeError"
+    made.close()
+
+
+def test_what_may_stay_registered_is_said() -> None:
+    regions = [Memory(0x10000, 1 << 30), Memory(1 << 40, 1 << 30)]
+    fine = registered(engine(), regions)
+    fine.close()
+    assert not fine.may_stay
+    fabric = engine()
+    fabric.fails_to_register = lambda memories: memories[0].address == 1 << 40
+    half = registered(fabric, regions)
+    half.close()
+    assert half.may_stay
+
+    def stuck(memories: object) -> None:
+        raise FabricError("it does not let go")
+
+    fabric = engine()
+    fabric.unregister = stuck  # type: ignore[method-assign,assignment]
+    kept = registered(fabric, regions)
+    kept.close()
+    assert kept.may_stay
 
 
 def test_an_end_in_the_middle_waits_for_the_call_that_is_under_way() -> None:

@@ -65,6 +65,9 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 answers.asked.append(self.path)
+                if self.path == "/v1/state":
+                    self.send_error(404)
+                    return
                 body = json.dumps({"rank": 0, "remote_instance_transfer_engine_info": answers.answer()})
                 self.send_response(200)
                 self.end_headers()
@@ -104,7 +107,7 @@ def test_a_fork_of_a_server_of_sglang() -> None:
     with serving(theirs) as server:
         came = fork(server.url, into=ours, key=KEY, protocol="tcp", progress=lambda *now: told.append(now))
     assert alike(theirs, ours)
-    assert server.asked == [f"{PATHS[0]}?rank=1"] * 2
+    assert server.asked == ["/v1/state", *[f"{PATHS[0]}?rank=1"] * 2]
     assert came.own == ("own",)
     assert torch.equal(ours.own, torch.full((4,), 2.0))
     nbytes = sum(one.nbytes for one in theirs.parameters())
@@ -162,7 +165,7 @@ def ask(url: str) -> Any:
 
 
 def test_a_seed_answers_as_a_server_of_sglang_does() -> None:
-    """The front for its own rank, and where another is for that one's; an update waits for who was told."""
+    """The front for its own rank, and where another is for that one's; who was told is a reader."""
     theirs, ours = Model(1), Model(3)
     options: dict[str, Any] = {"transports": ["mooncake"], "protocol": "tcp"}
     with (
@@ -183,6 +186,42 @@ def test_a_seed_answers_as_a_server_of_sglang_does() -> None:
         fork(f"sglang+{running.url}", into=ours, key=KEY, protocol="tcp")
         assert alike(theirs, ours)
         assert torch.equal(ours.own, theirs.own)
+
+
+OVER_MOONCAKE: dict[str, Any] = {"transports": ["mooncake"], "protocol": "tcp"}
+
+
+def test_an_update_of_a_seed_between_two_reads_is_an_error() -> None:
+    """What the seed says of its memory is the same behind it."""
+    theirs = {name: torch.full((8_000_000,), 1.0) for name in "ab"}
+    into = {name: torch.zeros(8_000_000) for name in theirs}
+    with Seed(theirs, "k", **OVER_MOONCAKE) as running:
+        reports = []
+
+        def between(done: int, total: int) -> None:
+            reports.append(done)
+            if len(reports) == 1:
+                with running.updating(timeout=0):
+                    for one in theirs.values():
+                        one.fill_(2.0)
+
+        with pytest.raises(ForkError, match=r"updated while they were read, .* no one version: fork again"):
+            fork(f"sglang+{running.url}", into=into, protocol="tcp", progress=between)
+        assert len(reports) > 1
+        came = fork(f"sglang+{running.url}", into=into, protocol="tcp")
+    assert all(torch.equal(into[name], one) for name, one in theirs.items())
+    assert came.transports[running.url] == "mooncake (tcp); SGLang's protocol, which has no digests"
+
+
+def test_a_fork_of_a_seed_takes_one_lease() -> None:
+    theirs, into = {"a": torch.arange(10)}, {"a": torch.zeros(10, dtype=torch.int64)}
+    with Seed(theirs, "k", readers=1, **OVER_MOONCAKE) as running:
+        fork(f"sglang+{running.url}", into=into, protocol="tcp")
+        assert torch.equal(into["a"], theirs["a"])
+        # It is held for a minute.
+        with pytest.raises(SeedError, match="it has as many readers as it takes; ask again in") as full:
+            fork(f"sglang+{running.url}", into=into, protocol="tcp")
+        assert "start the server" not in str(full.value)
 
 
 def test_a_seed_without_mooncake_or_in_an_update_says_so() -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 
 from tensorlift.errors import ForkError, SeedError, TensorliftError
-from tensorlift.fleet.contract import ForkReport, Near, Registry, State
+from tensorlift.fleet.contract import MOST_WITHOUT, ForkReport, Near, Registry, State
 from tensorlift.fleet.saying import Saying
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.format.quoting import clean
@@ -22,7 +22,6 @@ _DOWN_SECONDS = 10.0
 _DOWN_REST = 0.5
 # For a seed that had no room when the registry thought it had.
 _FULL_REST = 1.0
-_MOST_LEFT = 100
 _LONGEST_REASON = 1000
 
 
@@ -60,7 +59,7 @@ class Asked:
         while True:
             try:
                 found = self._registry.candidates(
-                    self._key, self._near, self._count, self._left[-_MOST_LEFT:]
+                    self._key, self._near, self._count, self._left[-MOST_WITHOUT:]
                 )
             except SeedError as problem:
                 pause = problem.retry_seconds or (None if problem.answered else _DOWN_REST)

@@ -7,8 +7,18 @@ from collections.abc import Collection
 import msgspec
 
 from tensorlift.errors import RequestError, SeedError
-from tensorlift.fleet.contract import Announcement, Candidates, ForkReport, Load, Near, Told, Wanted
+from tensorlift.fleet.contract import (
+    MOST_WITHOUT,
+    Announcement,
+    Candidates,
+    ForkReport,
+    Load,
+    Near,
+    Told,
+    Wanted,
+)
 from tensorlift.forking.asking import HttpClient
+from tensorlift.forking.encryption import Ca
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.urls import followed, split_url
 from tensorlift.format.quoting import clean
@@ -28,6 +38,12 @@ class RegistryClient(HttpClient):
     what = "registry"
     busy = (502, 503, 504)
 
+    def __init__(self, url: str, token: str = "", seconds: float = 10.0, ca: Ca | None = None) -> None:
+        """See HttpClient."""
+        super().__init__(url, token, seconds, ca)
+        self._named_as: dict[str, str] = {}
+        """Where a fork goes for a URL that the registry has named."""
+
     def announce(self, seed: Announcement) -> float:
         """See Registry."""
         return self.decoded(self.ask("POST", "/v1/seeds", msgspec.json.encode(seed)), Told).seconds
@@ -45,12 +61,17 @@ class RegistryClient(HttpClient):
         self, key: ModelKey, near: Near, count: int = 1, without: Collection[str] = ()
     ) -> list[str]:
         """See Registry. A fork is sent to no URL that a registry may not name: see urls.followed()."""
-        asked = msgspec.json.encode(Wanted(key, near, count, tuple(without)))
+        # The registry knows a seed that listens on all addresses by another URL than a fork goes to.
+        named = [name for name, url in list(self._named_as.items()) if url in without]
+        wanted = Wanted(key, near, count, tuple([*without, *named][-MOST_WITHOUT:]))
+        asked = msgspec.json.encode(wanted)
         found = self.decoded(self.ask("POST", "/v1/candidates", asked), Candidates)
         try:
-            return [followed(url, front_of(self.url, url)) for url in found.urls[:count]]
+            gone_to = {url: followed(url, front_of(self.url, url)) for url in found.urls[:count]}
         except RequestError as error:
             raise SeedError(f"{self.url} names a seed that is not gone to: {clean(str(error))}") from None
+        self._named_as.update({url: to for url, to in gone_to.items() if url != to})
+        return list(gone_to.values())
 
     def report(self, fork: ForkReport) -> float:
         """See Registry."""

@@ -21,6 +21,7 @@ __all__ = [
     "LEASE_SECONDS",
     "LONGEST_BODY",
     "MOST_CANDIDATES",
+    "MOST_WITHOUT",
     "PLACE_VARIABLE",
     "SENT_SECONDS",
     "Announcement",
@@ -42,6 +43,7 @@ __all__ = [
 LONGEST_BODY = 16_384
 """Bytes of anything that a registry is told."""
 MOST_CANDIDATES = 64
+MOST_WITHOUT = 100
 LEASE_SECONDS = 15.0
 """How long a seed is known that says nothing more."""
 PLACE_VARIABLE = "TENSORLIFT_PLACE"
@@ -121,7 +123,7 @@ class Wanted(msgspec.Struct, frozen=True):
     key: ModelKey
     near: Near = Near()
     count: Annotated[int, msgspec.Meta(ge=1, le=MOST_CANDIDATES)] = 1
-    without: Annotated[tuple[_Url, ...], msgspec.Meta(max_length=100)] = ()
+    without: Annotated[tuple[_Url, ...], msgspec.Meta(max_length=MOST_WITHOUT)] = ()
     """Seeds that it does not want to read from."""
 
 

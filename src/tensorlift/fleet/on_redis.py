@@ -40,7 +40,7 @@ from tensorlift.fleet.contract import (
 )
 from tensorlift.forking.keys import told_key
 from tensorlift.forking.manifest import ModelKey
-from tensorlift.forking.urls import followed, placed
+from tensorlift.forking.urls import followed, placed, split_url
 from tensorlift.format.quoting import clean
 
 __all__ = ["RedisRegistry"]
@@ -50,6 +50,7 @@ _LEASE, _SENT = int(LEASE_SECONDS * 1000), int(SENT_SECONDS * 1000)
 # The set of a key outlives its seeds, which may come again.
 _SET = 10 * _LEASE
 _RECENT = 50
+_NOBODY = "0.0.0.0"
 _P = "tensorlift:"
 _T = TypeVar("_T")
 
@@ -87,9 +88,9 @@ class RedisRegistry:
     def announce(self, seed: Announcement) -> float:
         """See Registry. RequestError for what is none, or cannot be reached by others."""
         check_announcement(seed)
-        seed = msgspec.structs.replace(
-            seed, url=placed(seed.url, self._front(seed.url), self._own_address(), True)
-        )
+        # Which of its addresses it would be is of interest for one that listens on all.
+        seen = self._own_address() if _is_on_all(seed.url) else _NOBODY
+        seed = msgspec.structs.replace(seed, url=placed(seed.url, self._front(seed.url), seen, True))
         with self._asking() as base, base.pipeline() as many:
             many.set(_P + "seed:" + seed.instance, msgspec.json.encode(seed), px=_LEASE)
             many.sadd(_of("key", seed.key), seed.instance)
@@ -103,14 +104,20 @@ class RedisRegistry:
 
     def _own_address(self) -> str:
         """By which this host is seen from there."""
+        problem: Exception = OSError("it has no address")
         try:
-            with socket.socket(
-                socket.AF_INET6 if ":" in self._host else socket.AF_INET, socket.SOCK_DGRAM
-            ) as one:
-                one.connect((self._host, self._port))  # sends nothing
-                return str(ipaddress.ip_address(one.getsockname()[0]))
-        except OSError as error:
-            raise SeedError(f"{self.url} cannot be reached: {clean(str(error))}", answered=False) from None
+            for family, kind, _, _, address in socket.getaddrinfo(
+                self._host, self._port, type=socket.SOCK_DGRAM
+            ):
+                try:
+                    with socket.socket(family, kind) as one:
+                        one.connect(address)  # sends nothing
+                        return str(ipaddress.ip_address(one.getsockname()[0]))
+                except OSError as error:
+                    problem = error
+        except (OSError, UnicodeError) as error:
+            problem = error
+        raise SeedError(f"{self.url} cannot be reached: {clean(str(problem))}", answered=False)
 
     def renew(self, instance: str, load: Load) -> float | None:
         """See Registry."""
@@ -134,7 +141,10 @@ class RedisRegistry:
         with self._asking() as base:
             try:
                 waiting = base.zcount(_of("waiting", key), time.time(), "+inf")
-                found = chosen(self._seen(base, key), near, count, without, random.random, waiting)
+                seen = self._seen(base, key)
+                # A fork knows a seed that listens on all addresses by where it went.
+                left = {one.url for one in seen if not {one.url, self._gone_to(one.url)}.isdisjoint(without)}
+                found = chosen(seen, near, count, left, random.random, waiting)
             except SeedError as error:
                 raise SeedError(f"{self.url}: {told_key(key)}: {error}", error.retry_seconds) from None
             with base.pipeline() as many:
@@ -146,6 +156,12 @@ class RedisRegistry:
             return [followed(one.url, self._front(one.url)) for one in found]
         except RequestError as error:
             raise SeedError(f"{self.url} names a seed that is not gone to: {clean(str(error))}") from None
+
+    def _gone_to(self, url: str) -> str:
+        try:
+            return followed(url, self._front(url))
+        except RequestError:
+            return url
 
     def _seen(self, base: Any, key: ModelKey) -> list[Seen]:
         instances = [raw.decode("ascii", "replace") for raw in base.smembers(_of("key", key))]
@@ -212,6 +228,13 @@ class RedisRegistry:
     def close(self) -> None:
         """See Registry."""
         self._redis.close()
+
+
+def _is_on_all(url: str) -> bool:
+    try:
+        return ipaddress.ip_address(split_url(url).host).is_unspecified
+    except ValueError:  # a name, which is refused
+        return False
 
 
 def _of(kind: str, key: ModelKey) -> str:

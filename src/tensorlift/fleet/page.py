@@ -65,14 +65,14 @@ HEADERS = {
 }
 
 
-def whole(view: View) -> str:
-    """The page."""
+def whole(text: str) -> str:
+    """The page, with content()."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>tensorlift registry</title><style>{_STYLE}</style></head><body>"
         '<p id="state" role="status">as of the loading of this page</p><h1>tensorlift registry</h1>'
-        f"<main>{content(view)}</main><script>{_SCRIPT}</script></body></html>\n"
+        f"<main>{text}</main><script>{_SCRIPT}</script></body></html>\n"
     )
 
 
@@ -82,11 +82,11 @@ def event(text: str) -> str:
 
 
 def content(view: View) -> str:
-    """What changes on it; the same text for the same figures."""
-    keys = sorted(
-        {*(s.key for s in view.seeds), *(f.key for f in view.forks), *(key for key, _ in view.ended)},
-        key=told_key,
-    )
+    """What changes on it; the same text for the same figures. A key of which nothing is there any more, and
+    nothing was of late, is left out: there may be one for each version that ever was.
+    """
+    forks = [*view.forks, *(fork for fork, _ in view.recent)]
+    keys = sorted({*(seed.key for seed in view.seeds), *(fork.key for fork in forks)}, key=told_key)
     rate, reading = sum(seed.load.rate for seed in view.seeds), len(view.forks)
     total = (
         f"<p>{plural(len(view.seeds), 'seed')} of {plural(len(keys), 'key')}, "

@@ -10,9 +10,10 @@
     GET    /metrics            for Prometheus
 
 With a token every request has to have it: Authorization: Bearer, or, for what is only looked at, Basic, which
-browsers ask a person for, with any name. Whoever lacks it is told 401 and nothing else. 404: no such seeds;
-503: none has room, or this registry cannot write; 507: it has no room to write; 409: that cannot be
-announced. All have {"reason", "retry_seconds"} in their body.
+browsers ask a person for, with any name. Whoever lacks it is told 401 and nothing else, whatever he asks
+for, and sent away (400 for what is no HTTP, 503 where too many are connected). 404: no such seeds; 503: none
+has room, or this registry cannot write; 507: it has no room to write; 409: that cannot be announced. All have
+{"reason", "retry_seconds"} in their body.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import contextlib
 import hmac
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import uvicorn
@@ -34,6 +36,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tensorlift.errors import RequestError, SeedError
@@ -65,18 +68,50 @@ _SILENT_SECONDS = 15.0
 _MOST_CONNECTIONS = 4096
 _MOST_PAGES = 64
 _GRACE_SECONDS = 2
+_T = TypeVar("_T")
 
 
 class _Protocol(H11Protocol):
-    """Who connects and asks nothing is sent away."""
+    """Who connects and asks nothing is sent away, and who asks nothing whole behind an answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.loop.call_later(_HEAD_SECONDS, self._look)
+        self._expect_head()
 
-    def _look(self) -> None:
-        if getattr(self, "cycle", None) is None:
+    def on_response_complete(self) -> None:
+        # Before what has been asked already begins.
+        self._expect_head()
+        super().on_response_complete()
+
+    def _expect_head(self) -> None:
+        self.loop.call_later(_HEAD_SECONDS, self._look, self.cycle)
+
+    def _look(self, before: object) -> None:
+        # Each request is another one.
+        if self.cycle is before:
             self.transport.close()
+
+
+class _Rendered(Generic[_T]):
+    """What is made of a view: by a thread, once in so many seconds, and for all who ask meanwhile."""
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self._make = make
+        self._making: asyncio.Task[_T] | None = None
+        self._until = 0.0
+
+    async def get(self) -> _T:
+        """It, or why there is none."""
+        if self._making is None or (self._making.done() and time.monotonic() >= self._until):
+            self._making = asyncio.create_task(self._run())
+        # Who asked first may leave before the others.
+        return await asyncio.shield(self._making)
+
+    async def _run(self) -> _T:
+        try:
+            return await run_in_threadpool(self._make)
+        finally:
+            self._until = time.monotonic() + _PAGE_SECONDS
 
 
 class Seen(Registry, Protocol):
@@ -108,6 +143,8 @@ class RegistryServer:
         check_host(host, self._token, insecure, "registry")
         encrypted = seed_context(tls)
         self._registry = registry
+        self._content = _Rendered(lambda: page.content(registry.view()))
+        self._exposed = _Rendered(lambda: metrics.exposition(registry.view()))
         self._socket = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
         )
@@ -149,9 +186,9 @@ class RegistryServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _app(self) -> Starlette:
+    def _app(self) -> ASGIApp:
         told, seen = self._told, self._seen
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/v1/seeds", told(Announcement, self._announce), methods=["POST"]),
                 Route("/v1/seeds/{instance}", told(Load, self._renew), methods=["POST"]),
@@ -164,12 +201,17 @@ class RegistryServer:
             ]
         )
 
+        async def for_friends(scope: Scope, receive: Receive, send: Send) -> None:
+            # Before anything else, so that a stranger does not learn what there is to ask for.
+            answer = app if self._is_known(Request(scope)) else _stranger()
+            await answer(scope, receive, send)
+
+        return for_friends
+
     def _told(self, kind: Any, act: Callable[..., object]) -> Callable[[Request], Awaitable[Response]]:
         """For what changes something: on a thread, for it may wait for a disk."""
 
         async def answer(request: Request) -> Response:
-            if not self._is_known(request, b"Bearer"):
-                return _stranger()
             try:
                 given = [] if kind is None else [msgspec.json.decode(await _body(request), type=kind)]
                 found = await run_in_threadpool(act, *given, request)
@@ -185,8 +227,6 @@ class RegistryServer:
         """For what is only looked at."""
 
         async def answer(request: Request) -> Response:
-            if not self._is_known(request, b"Bearer", b"Basic"):
-                return _stranger()
             try:
                 return await act(request)
             except Exception as error:  # noqa: BLE001 - what is none of these goes on
@@ -194,17 +234,18 @@ class RegistryServer:
 
         return answer
 
-    def _is_known(self, request: Request, *schemes: bytes) -> bool:
+    def _is_known(self, request: Request) -> bool:
         """A page of somebody else can have a browser send what Basic has, so that it changes nothing."""
         if not self._token:
             return True
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
-        if scheme == b"Basic" and b"Basic" in schemes:
+        is_basic = scheme == b"Basic" and request.method in ("GET", "HEAD")
+        if is_basic:
             with contextlib.suppress(binascii.Error):
                 given = base64.b64decode(given, validate=True).partition(b":")[2]
         # Browsers write it in UTF-8, what asks as seeds do in Latin-1.
         same = [hmac.compare_digest(given, self._token.encode(code)) for code in ("latin-1", "utf-8")]
-        return scheme in schemes and any(same)
+        return (is_basic or scheme == b"Bearer") and any(same)
 
     def _announce(self, seed: Announcement, request: Request) -> Told:
         assert request.client is not None
@@ -225,11 +266,7 @@ class RegistryServer:
         return Told(self._registry.report(fork))
 
     async def _page(self, request: Request) -> Response:
-        return Response(
-            page.whole(await run_in_threadpool(self._registry.view)),
-            media_type="text/html",
-            headers=page.HEADERS,
-        )
+        return Response(page.whole(await self._content.get()), media_type="text/html", headers=page.HEADERS)
 
     async def _events(self, request: Request) -> Response:
         if self._pages >= _MOST_PAGES:
@@ -245,7 +282,7 @@ class RegistryServer:
             while not (self._server.should_exit or await request.is_disconnected()):
                 # A registry behind this one that is down for a moment is no end.
                 with contextlib.suppress(SeedError):
-                    now = page.content(await run_in_threadpool(self._registry.view))
+                    now = await self._content.get()
                     if now != before:
                         before, silent = now, 0.0
                         yield page.event(now)
@@ -258,7 +295,7 @@ class RegistryServer:
             self._pages -= 1
 
     async def _metrics(self, request: Request) -> Response:
-        text = metrics.exposition(await run_in_threadpool(self._registry.view))
+        text = await self._exposed.get()
         if text is None:
             return Response(metrics.MISSING, 404, media_type="text/plain")
         return Response(text, headers={"Content-Type": metrics.CONTENT_TYPE})

@@ -105,7 +105,8 @@ class OneSidedServer(TcpServer):
             return
         self._has_left = True
         self.registration.close()
-        if not self._shared.fabric.revokes:
+        # What somebody may still read is not freed for others to use.
+        if not self._shared.fabric.revokes or self.registration.may_stay:
             self._shared.hold(self._owner)
         self._shared.give_back()
 
@@ -165,7 +166,7 @@ class OneSidedConnection(SocketConnection):
         digest: bool,
         device: tuple[int, int] = (abi.DEVICE_CPU, 0),
     ) -> abi_fork.Chunk:
-        """See SocketConnection."""
+        """See SocketConnection. NotHereError where the engine turns out not to be of use, here or there."""
         end = time.monotonic() + self._milliseconds / 1000
 
         def go_on() -> None:
@@ -177,6 +178,9 @@ class OneSidedConnection(SocketConnection):
         go_on()
         try:
             place = self._place(chunk, go_on)
+        except FabricError as error:
+            raise NotHereError(str(error)) from None
+        try:
             # What no manifest says is the seed's to refuse.
             self._here = Origin() if place is None else self._read(place, chunk, go_on)
         except FabricError as error:

@@ -12,12 +12,13 @@ from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import SeedError
 from tensorlift.forking.chunks import ChunkQueue, checked
 from tensorlift.forking.client import SeedClient
+from tensorlift.forking.connection import NotHereError
 from tensorlift.forking.fabrics import ANY, Wiring
 from tensorlift.forking.manifest import Manifest
 from tensorlift.forking.matching import Errand
 from tensorlift.forking.pace import Held, Pace
 from tensorlift.forking.throttle import Pacer
-from tensorlift.forking.transports import FORKED, Connection, connect
+from tensorlift.forking.transports import FORKED, Connected, Connection, check_transports, connect
 
 __all__ = ["Reader", "Source"]
 
@@ -210,10 +211,23 @@ class Reader:
         return (now.instance, now.epoch) != (source.manifest.instance, source.manifest.epoch)
 
     def _pull(self, source: Source) -> None:
-        made = connect(
-            source.manifest.transports, self._token, source.lease, self._patience, self._transports,
-            self._wiring,
-        )  # fmt: skip
+        offered, kinds, passed = source.manifest.transports, self._transports, list[str]()
+        while True:
+            made = connect(offered, self._token, source.lease, self._patience, kinds, self._wiring)
+            made = made._replace(passed=[*passed, *made.passed])
+            try:
+                self._pull_by(made, source)
+                return
+            except NotHereError as error:
+                # What begins can turn out not to be of use: on with those that come behind it.
+                passed = [*made.passed, f"not {made.kind}: {error}"]
+            ordered = check_transports(kinds)
+            behind = ordered[ordered.index(made.kind) + 1 :]
+            kinds = [offer.kind for offer in offered if offer.kind in behind]
+            if not kinds:
+                raise ConnectionRefusedError(f"no transport can be had: {'; '.join(passed)}")
+
+    def _pull_by(self, made: Connected, source: Source) -> None:
         connection = made.connection
         try:
             with self._state:

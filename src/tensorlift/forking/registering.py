@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tensorlift.engine.abi_fork import Memory
-from tensorlift.forking.fabrics import Fabric, FabricError
+from tensorlift.forking.fabrics import Fabric
 
 __all__ = ["Registration", "Span", "spans_of"]
 
@@ -80,6 +80,8 @@ class Registration:
         self._is_ending = False
         self.problem = ""
         """Why not all regions are known, and never will be."""
+        self.may_stay = False
+        """Something may be known to the engine behind close(): a call of it failed, half way or not."""
         self.seconds = 0.0
         """What registering has taken so far."""
         self._thread = threading.Thread(target=self._run, name="tensorlift-seed-register", daemon=True)
@@ -96,10 +98,10 @@ class Registration:
             begin = time.monotonic()
             try:
                 self._fabric.register([span.memory for span in spans])
-            except FabricError as error:
+            except Exception as error:  # noqa: BLE001 - who waits is told of whatever a binding raises
                 _log.warning("a seed's regions are not registered, so that nobody reads them so: %s", error)
                 with self._state:
-                    self.problem = str(error)
+                    self.problem, self.may_stay = str(error) or type(error).__name__, True
                     self._state.notify_all()
                 return
             with self._state:
@@ -114,16 +116,21 @@ class Registration:
         """Until a region is known, or will not be, but no longer than so many seconds."""
         with self._state:
             self._state.wait_for(
-                lambda: (
-                    region in self._ready or region >= len(self._regions) or self.problem or self._is_ending
-                ),
-                seconds,
+                lambda: region in self._ready or region >= len(self._regions) or self._is_over(), seconds
             )
 
     def wait_for_all(self, seconds: float) -> bool:
         """Whether all regions are known, or were within so many seconds."""
         with self._state:
-            return self._state.wait_for(lambda: len(self._ready) == len(self._regions), seconds)
+            self._state.wait_for(lambda: self._has_all() or self._is_over(), seconds)
+            return self._has_all()
+
+    def _has_all(self) -> bool:
+        return len(self._ready) == len(self._regions)
+
+    def _is_over(self) -> bool:
+        """No more of them will be known."""
+        return bool(self.problem) or self._is_ending
 
     def places(self) -> list[Memory | None]:
         """Where each region lies; None for one that is not known yet."""
@@ -139,5 +146,6 @@ class Registration:
         if self._known:
             try:
                 self._fabric.unregister([span.memory for span in self._known])
-            except FabricError as error:
-                _log.warning("%s", error)
+            except Exception as error:  # noqa: BLE001 - the rest of a seed's end does not depend on it
+                _log.warning("a seed's regions may stay registered: %s", error)
+                self.may_stay = True

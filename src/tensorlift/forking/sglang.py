@@ -5,7 +5,7 @@
 
 A seed of ours answers it (sglang_answer.py), and a fork reads from an SGLang server that does. It has neither
 epochs nor digests nor leases: a fork asks again behind its reads, and takes what came if the answer is the
-same.
+same. That is the same behind an update in place too, so that of a seed of ours its epoch is asked instead.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from tensorlift.engine.abi_fork import Memory
 from tensorlift.errors import ForkError, OptionError, SeedError
 from tensorlift.forking.client import SeedClient
+from tensorlift.forking.control import StateAnswer
 from tensorlift.forking.encryption import Ca
 from tensorlift.forking.fabrics import MOST_ENTRIES, FabricError, Part, Shared, Wiring, wired
 from tensorlift.forking.fallback import Fallback
@@ -135,6 +136,8 @@ def _read_by(
 ) -> Forked:
     """What was done, but for the seconds of all. Raises ForkError."""
     begin, rank = time.monotonic(), 0 if key is None else key.tp[0]
+    # Before the answer, which no seed gives in an update: so that every update behind it shows.
+    state = _state(client)
     answer = _asked(client, rank)
     wanted, own = _matched(client.url, answer, model, named, ours)
     planned = time.monotonic()
@@ -143,18 +146,42 @@ def _read_by(
         registering = reading.run(shared, answer.remote_instance_transfer_engine_info[0], wanted)
     finally:
         shared.give_back()
-    if _asked(client, rank) != answer:
-        raise ForkError(
-            f"{client.url}: the server says something else of its memory than before it was read: it was "
-            "restarted, or has loaded other weights; fork again"
-        )
+    _check_same(client, rank, state, answer)
     nbytes = sum(one.nbytes for one in wanted)
-    how = f"mooncake ({shared.fabric.how}); SGLang's protocol, which has neither digests nor epochs"
+    lacks = "neither digests nor epochs" if state is None else "no digests"
+    how = f"mooncake ({shared.fabric.how}); SGLang's protocol, which has {lacks}"
     return Forked(
         bytes=nbytes, seconds=0.0, planning_seconds=planned - begin, registering_seconds=registering,
         by_source={client.url: nbytes}, moved_bytes=nbytes, key=key, weights="",
         transports={client.url: how}, own=own,
     )  # fmt: skip
+
+
+def _state(client: SeedClient) -> StateAnswer | None:
+    """None of a server of SGLang's own, which has no such thing. Raises SeedError where nobody answers."""
+    try:
+        return client.state()
+    except SeedError as error:
+        if not error.answered:
+            raise
+        return None
+
+
+def _check_same(client: SeedClient, rank: int, state: StateAnswer | None, answer: _Answer) -> None:
+    """Raises ForkError where what was read may be of several versions."""
+    if state is not None:
+        # Another answer would be another lease.
+        if _state(client) == state:
+            return
+        changed = "its weights were updated while they were read, or it was restarted"
+    else:
+        if _asked(client, rank) == answer:
+            return
+        changed = (
+            "the server says something else of its memory than before it was read: it was restarted, or has "
+            "loaded other weights"
+        )
+    raise ForkError(f"{client.url}: {changed}; the tensors here are of no one version: fork again")
 
 
 def _asked(client: SeedClient, rank: int) -> _Answer:
@@ -164,6 +191,8 @@ def _asked(client: SeedClient, rank: int) -> _Answer:
         )
         return msgspec.json.decode(said, type=_Answer)
     except SeedError as error:
+        if error.retry_seconds is not None:
+            raise
         raise SeedError(
             f"{client.url} says nothing of rank {rank}: {error}; start the server with "
             "--remote-instance-weight-loader-start-seed-via-transfer-engine"
