@@ -182,7 +182,7 @@ def test_a_size_as_text() -> None:
         ({"seeds": 2}, "are for a registry"),
         ({"place": "zone"}, "are for a registry"),
         ({"wait": 5.0}, "are for a registry"),
-        ({"conections": 2}, "a fork here takes no 'conections'; expected one of token, "),
+        ({"streams": 2}, "a fork here takes no 'streams'; expected one of token, "),
         ({"limit": "25%"}, "share is of its NICs"),
     ],
 )

@@ -100,8 +100,11 @@ def test_a_lease_is_given_back_by_who_waits_for_another(monkeypatch: pytest.Monk
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    with Seed(offered, "m") as first, Seed(offered, "m", readers=1) as second:
-        held = SeedClient(second.url).lease(0.5)
+    with (
+        Seed(offered, "m", weights="1") as first,
+        Seed(offered, "m", weights="1", readers=1) as second,
+    ):
+        held = SeedClient(second.url).lease(30.0)
         with monkeypatch.context() as patched:
             patched.setattr(reader.time, "sleep", interrupted)
             with pytest.raises(KeyboardInterrupt):
