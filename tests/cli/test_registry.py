@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 import tensorlift
 from support.checkpoints import random_checkpoint
-from support.registries import KEY, announced, process, redis_server, serving
+from support.registries import KEY, announced, redis_server, serving
 from support.seeds import nobody
+from support.serving import command
 from support.tensors import assert_state
 from support.waiting import until
 from tensorlift.cli.main import app
@@ -45,7 +46,7 @@ def ended(child: subprocess.Popen[str], number: signal.Signals) -> tuple[int, st
 
 
 def test_until_ctrl_c() -> None:
-    with process("--port", 0) as (child, said):
+    with command("registry", "--port", 0) as (child, said):
         assert said == {"url": said["url"], "database": None}
         assert RegistryClient(said["url"]).announce(announced(1)) == 15
         assert ended(child, signal.SIGINT) == (130, "interrupted\n")
@@ -55,7 +56,7 @@ def test_with_a_token_and_a_redis(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a-token\n")
     with redis_server(tmp_path, "geheim") as url:
         given = ("--port", 0, "--token-file", tmp_path / "token", "--database", url, "--host", "0.0.0.0")
-        with process(*given) as (child, said):
+        with command("registry", *given) as (child, said):
             assert said["database"] == url.replace(":geheim@", "").removesuffix("/0")
             client = RegistryClient(said["url"].replace("0.0.0.0", "127.0.0.1"), "a-token")
             assert client.announce(announced(1, url="http://10.0.0.1:5")) == 15

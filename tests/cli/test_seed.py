@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trustme
@@ -20,6 +15,7 @@ from typer.testing import CliRunner
 
 import tensorlift
 from support.checkpoints import Written, random_checkpoint
+from support.serving import command
 from support.tensors import assert_state
 from tensorlift.cli import seed as verb
 from tensorlift.cli.main import app
@@ -27,36 +23,6 @@ from tensorlift.errors import SeedError
 from tensorlift.forking.tokens import TOKEN_VARIABLE
 
 SECONDS = 60
-
-
-@contextlib.contextmanager
-def seeding(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """A seed as a process of its own, and what it said of itself."""
-    command = [sys.executable, "-m", "tensorlift", "seed", *map(str, arguments), "--json"]
-    # Children get SIGINT also where this run was started in the background, where shells have it ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    ) as child:
-        signal.signal(signal.SIGINT, before)
-        watch = threading.Timer(SECONDS, child.kill)
-        watch.start()
-        try:
-            assert child.stdout is not None
-            assert child.stderr is not None
-            said = ""
-            while not said.endswith("}\n"):
-                line = child.stdout.readline()
-                assert line, child.stderr.read()
-                said += line
-            yield child, json.loads(said)
-        finally:
-            child.kill()
-            watch.cancel()
 
 
 def ended(child: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
@@ -83,7 +49,7 @@ def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_seed_until_ctrl_c(written: Written) -> None:
     before = set(os.listdir("/dev/shm"))
-    with seeding(written.path) as (child, said):
+    with command("seed", written.path) as (child, said):
         assert (said["key"], said["tensors"]) == ("model", len(written.tensors))
         assert said["source"] == said["url"].replace("http://", "tensorlift://") + "/model"
         assert_state(tensorlift.load(said["source"]), written.tensors)
@@ -99,7 +65,7 @@ def test_a_seed_until_ctrl_c(written: Written) -> None:
 def test_sigterm_is_the_way_to_end_it(written: Written, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a-token\n")
     given = ("--token-file", tmp_path / "token", "--key", "org/a model", "--limit", "1GB/s", "--readers", 1)
-    with seeding(*written.files, *given) as (child, said):
+    with command("seed", *written.files, *given) as (child, said):
         assert said["source"].endswith("/org/a%20model")
         code, out, err = run("load", said["source"])
         assert (code, out) == (4, "")
@@ -115,7 +81,7 @@ def test_sigterm_is_the_way_to_end_it(written: Written, tmp_path: Path) -> None:
 
 
 def test_two_seeds_of_one_checkpoint_are_one_version(written: Written, tmp_path: Path) -> None:
-    with seeding(written.path) as (one, first), seeding(written.path) as (other, second):
+    with command("seed", written.path) as (one, first), command("seed", written.path) as (other, second):
         code, out, _ = run("fork", first["url"], second["url"], "--out", tmp_path / "out", "--json")
         assert (code, json.loads(out)["left"]) == (0, [])
         assert json.loads(out)["weights"].startswith("checkpoint ")
@@ -127,7 +93,7 @@ def test_a_seed_of_an_address_that_others_reach(written: Written) -> None:
     code, out, err = run("seed", written.path, "--host", "0.0.0.0")
     assert (code, out) == (2, "")
     assert "is open to whoever reaches it: give a token, or say insecure=True (--insecure)" in err
-    with seeding(written.path, "--host", "0.0.0.0", "--insecure") as (child, said):
+    with command("seed", written.path, "--host", "0.0.0.0", "--insecure") as (child, said):
         assert said["url"].startswith("http://0.0.0.0:")
         assert ended(child, signal.SIGTERM) == (0, "")
 
@@ -139,7 +105,7 @@ def test_a_seed_under_tls(written: Written, tmp_path: Path, monkeypatch: pytest.
     cert.write_bytes(b"".join(blob.bytes() for blob in made.cert_chain_pems))
     made.private_key_pem.write_to_path(key)
     authority.cert_pem.write_to_path(ca)
-    with seeding(written.path, "--tls-cert", cert, "--tls-key", key) as (child, said):
+    with command("seed", written.path, "--tls-cert", cert, "--tls-key", key) as (child, said):
         assert said["source"] == said["url"].replace("https://", "tensorlift+https://") + "/model"
         for number, url in enumerate((said["url"], said["source"])):
             code, out, err = run("fork", url, "--out", tmp_path / f"{number}", "--ca", ca)

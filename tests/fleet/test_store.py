@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from support.file_systems import small
-from support.registries import KEY, announced, process, serving
+from support.registries import KEY, announced, serving
+from support.serving import command
 from tensorlift.errors import FileError, MachineError, SeedError
 from tensorlift.fleet.client import RegistryClient
 from tensorlift.fleet.contract import ForkReport, Load, Near
@@ -23,7 +24,7 @@ def ended(number: int) -> ForkReport:
 
 def test_a_killed_registry_has_lost_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a registry.db"
-    with process("--database", path, "--port", 0) as (child, said):
+    with command("registry", "--database", path, "--port", 0) as (child, said):
         assert said["database"] == str(path)
         client = RegistryClient(said["url"])
         for number in range(20):
@@ -35,7 +36,7 @@ def test_a_killed_registry_has_lost_nothing(tmp_path: Path) -> None:
         with pytest.raises(SeedError, match=r"cannot be reached.*look whether the registry runs"):
             client.candidates(KEY, Near())
     port = said["url"].rpartition(":")[2]
-    with process("--database", path, "--port", port) as (child, said):
+    with command("registry", "--database", path, "--port", port) as (child, said):
         again = RegistryClient(said["url"])
         assert sorted(again.candidates(KEY, Near(), 64)) == sorted(announced(n).url for n in range(1, 20))
         assert again.renew(announced(1).instance, Load()) == 15

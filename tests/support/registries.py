@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,31 +38,6 @@ def serving(path: Path | str | None = None, **more: Any) -> Iterator[RegistrySer
     table = Table(Store(None if path is None else str(path)), **lease)
     with contextlib.closing(table), RegistryServer(table, **more) as server:
         yield server
-
-
-@contextlib.contextmanager
-def process(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """``tensorlift registry`` and what it said of itself; killed at the end."""
-    command = [sys.executable, "-W", "error", "-m", "tensorlift", "registry", *map(str, arguments), "--json"]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    ) as child:
-        signal.signal(signal.SIGINT, before)
-        watch = threading.Timer(SECONDS, child.kill)
-        watch.start()
-        try:
-            assert child.stdout is not None
-            assert child.stderr is not None
-            said = ""
-            while not said.endswith("}\n"):
-                line = child.stdout.readline()
-                assert line, child.stderr.read()
-                said += line
-            yield child, json.loads(said)
-        finally:
-            child.kill()
-            watch.cancel()
 
 
 @contextlib.contextmanager
