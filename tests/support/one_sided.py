@@ -13,8 +13,9 @@ import pytest
 from tensorlift.errors import OptionError
 from tensorlift.forking import one_sided
 from tensorlift.forking.fabrics import Shared, Wiring
+from tensorlift.forking.manifest import ONE_SIDED
 
-WAYS = one_sided.ENGINES
+WAYS = ONE_SIDED
 OVER_TCP = Wiring("tcp")
 
 

@@ -8,7 +8,7 @@ from tensorlift.errors import ForkError, ManifestError, RequestError, SeedError
 from tensorlift.forking.asking import HttpClient
 from tensorlift.forking.control import LeaseAnswer, LeaseRequest, StateAnswer
 from tensorlift.forking.keys import told_key, what_is_there
-from tensorlift.forking.manifest import LONGEST_MANIFEST, Manifest, ModelKey, Offer, decode
+from tensorlift.forking.manifest import LONGEST_MANIFEST, ONE_SIDED, Manifest, ModelKey, Offer, decode
 from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer
 from tensorlift.forking.urls import followed, reached
 
@@ -16,7 +16,7 @@ __all__ = ["SeedClient"]
 
 _LONGEST_RANKS = 8 << 20
 # Transports that are offered at host:port.
-_ADDRESSED = ("tcp", "mooncake", "nixl")
+_ADDRESSED = ("tcp", *ONE_SIDED)
 
 
 class SeedClient(HttpClient):

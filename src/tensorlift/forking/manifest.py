@@ -28,6 +28,7 @@ __all__ = [
     "LONGEST_MANIFEST",
     "LONGEST_NAME",
     "NOWHERE",
+    "ONE_SIDED",
     "SPLITS",
     "Layout",
     "Manifest",
@@ -120,6 +121,10 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: Kind = "parameter"
     alias: _Text | None = None
     """An earlier tensor that is the same one under another name."""
+
+
+ONE_SIDED = ("mooncake", "nixl")
+"""The transports that have an engine read; it takes NICs, and is at host:port."""
 
 
 class Offer(msgspec.Struct, frozen=True):

@@ -15,13 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tensorlift.errors import OptionError
+from tensorlift.forking.manifest import ONE_SIDED
 from tensorlift.forking.topology import Gpu, Link, Nic, Tree, tree_here
 from tensorlift.format.quoting import plural, quote
 
 __all__ = ["Choice", "choose", "chosen", "custom_topology"]
 
-# Transports whose engines are told which NICs to take.
-_ENGINES = ("mooncake", "nixl")
 _DEVICE, _PROTOCOL, _CUSTOM = "MOONCAKE_DEVICE", "MOONCAKE_PROTOCOL", "MC_CUSTOM_TOPO_JSON"
 # What its users write there to have Mooncake look by itself.
 _BY_ITSELF = ("", "auto-discovery")
@@ -153,12 +152,12 @@ def chosen(
     (MC_CUSTOM_TOPO_JSON), which goes before all that it is told. Raises OptionError.
     """
     environ = os.environ if environ is None else environ
-    used = [name for name in _ENGINES if name in transports]
+    used = [name for name in ONE_SIDED if name in transports]
     if not used:
         if devices:
             raise OptionError(
                 f"devices is {devices!r}, but no transport here takes NICs ({', '.join(transports)}); name "
-                f"one that does ({', '.join(_ENGINES)}) in transports, or leave devices out"
+                f"one that does ({', '.join(ONE_SIDED)}) in transports, or leave devices out"
             )
         return Choice((), "no transport takes NICs")
     if "mooncake" in used and environ.get(_CUSTOM):

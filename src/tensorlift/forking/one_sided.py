@@ -39,11 +39,9 @@ from tensorlift.forking.registering import Registration
 from tensorlift.forking.sender import Sender
 from tensorlift.forking.tcp import TcpServer, connected
 
-__all__ = ["ENGINES", "OneSidedConnection", "OneSidedServer", "check_there"]
+__all__ = ["OneSidedConnection", "OneSidedServer", "check_there"]
 
 _MAKERS: Mapping[str, Callable[[Wiring, str], Fabric]] = {"mooncake": Mooncake, "nixl": Nixl}
-ENGINES = tuple(_MAKERS)
-"""The transports that have an engine read."""
 _PACKAGES: Mapping[str, Packages] = {"mooncake": MOONCAKE_PACKAGES, "nixl": NIXL_PACKAGES}
 
 _WANTED, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")

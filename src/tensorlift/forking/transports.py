@@ -14,9 +14,9 @@ from tensorlift.errors import OptionError
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.connection import NotHereError
 from tensorlift.forking.fabrics import ANY, FabricError, Wiring
-from tensorlift.forking.manifest import Offer
+from tensorlift.forking.manifest import ONE_SIDED, Offer
 from tensorlift.forking.memory import MemoryConnection, MemoryServer
-from tensorlift.forking.one_sided import ENGINES, OneSidedConnection, OneSidedServer, check_there
+from tensorlift.forking.one_sided import OneSidedConnection, OneSidedServer, check_there
 from tensorlift.forking.sender import Sender
 from tensorlift.forking.shm import ShmConnection, ShmServer
 from tensorlift.forking.tcp import TcpConnection, TcpServer
@@ -35,7 +35,7 @@ __all__ = [
 
 _log = logging.getLogger("tensorlift")
 
-TRANSPORTS = ("memory", "shm", *ENGINES, "tcp")
+TRANSPORTS = ("memory", "shm", *ONE_SIDED, "tcp")
 """The best first. memory is for tests: both in one process."""
 SERVED, FORKED = ("shm", "tcp"), ("memory", "shm", "tcp")
 """What a seed offers and a fork takes where nothing is said: those that need nothing else."""
@@ -108,7 +108,7 @@ def check_transports(kinds: Sequence[str]) -> tuple[str, ...]:
     """
     if isinstance(kinds, str) or not kinds or set(kinds) - set(TRANSPORTS):
         raise OptionError(f"transports is {kinds!r}; expected some of {', '.join(TRANSPORTS)}, in a list")
-    for kind in ENGINES:
+    for kind in ONE_SIDED:
         if kind in kinds:
             check_there(kind)
     return tuple(kind for kind in TRANSPORTS if kind in kinds)
@@ -144,7 +144,7 @@ class Served:
         try:
             for kind in kinds:
                 try:
-                    if kind in ENGINES:
+                    if kind in ONE_SIDED:
                         self._one_sided[kind] = OneSidedServer(kind, self._sender, host, wiring, owner)
                         self._servers.append(self._one_sided[kind])
                     else:
@@ -231,11 +231,11 @@ def connect(
     passed = []
     for kind in check_transports(transports):
         if kind not in addresses:
-            if kind in ENGINES:
+            if kind in ONE_SIDED:
                 passed.append(f"not {kind}: the seed does not offer it")
             continue
         try:
-            if kind in ENGINES:
+            if kind in ONE_SIDED:
                 made: Connection = OneSidedConnection(kind, addresses[kind], token, lease, seconds, wiring)
             else:
                 made = _CONNECTIONS[kind](addresses[kind], token, lease, seconds)
