@@ -201,6 +201,14 @@ def test_nothing_there(tmp_path):
         find(file / "y")
 
 
+def test_a_misspelled_file_of_a_folder_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+    random_checkpoint(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tensorlift.sources.hub.cached", lambda *_: pytest.fail("the Hub was asked"))
+    with pytest.raises(CheckpointNotFoundError, match=r"in 'model' there is 'model\.safetensors'"):
+        find("model/model.safetensor")
+
+
 def test_a_bare_name_is_told_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()

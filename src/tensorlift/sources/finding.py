@@ -72,9 +72,9 @@ def find(path: PathLike | Iterable[PathLike], *, download: bool = True) -> Found
     """The files that a caller means.
 
     `path` is a file, a folder, an index (*.safetensors.index.json), the folder of a model in a Hub cache, a
-    Hub id ('organisation/name', with '@revision' if wanted; only as str, and only where no such path exists),
-    or an iterable of files, which are taken in its order. `download`: whether a Hub id that is not in the
-    local cache may be fetched. Raises TypeError for anything else,
+    Hub id ('organisation/name', with '@revision' if wanted; only as str, and only where no such path and no
+    checkpoint 'organisation' exists), or an iterable of files, which are taken in its order. `download`:
+    whether a Hub id that is not in the local cache may be fetched. Raises TypeError for anything else,
     CheckpointNotFoundError where nothing is, and CheckpointError where the names make no checkpoint.
     """
     if isinstance(path, (str, bytes, os.PathLike)):
@@ -112,7 +112,7 @@ def _not_here(shown: str, may_be_id: bool, download: bool) -> Found:
     """Where no file is: a model of the Hub, out of the local cache if that has all of it, else downloaded if
     that is wanted.
     """
-    asked = hub.parse_id(shown) if may_be_id else None
+    asked = hub.parse_id(shown) if may_be_id and not _is_checkpoint(os.path.dirname(shown)) else None
     if asked is None:
         # Of a model on the Hub, the name alone was given.
         bare = may_be_id and not foreign_suffix(shown) and hub.parse_id(f"organisation/{shown}")
@@ -129,6 +129,14 @@ def _not_here(shown: str, may_be_id: bool, download: bool) -> Found:
             shown, "; the local Hub cache has no such model either, and only loading it downloads it"
         )
     return replace(_folder(hub.download(*asked, unfinished)), where=shown)
+
+
+def _is_checkpoint(folder: str) -> bool:
+    """Whether files of one lie there: then 'folder/name' is a file misspelled, and no id of the Hub."""
+    try:
+        return any(name.lower().endswith((SUFFIX, INDEX_SUFFIX)) for name in os.listdir(folder))
+    except OSError:
+        return False
 
 
 def _as_text(path: object) -> str:
