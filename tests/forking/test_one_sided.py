@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import socket
 import threading
 from collections.abc import Iterator
@@ -95,6 +96,13 @@ def test_tensors_are_never_written_to_by_an_engine(world: World) -> None:
     for _, parts in world.made[1].reads:
         for part in parts:
             assert not any(start < part.local + part.nbytes and part.local < stop for start, stop in mine)
+
+
+def test_what_is_read_comes_to_the_begin_of_a_page(world: World) -> None:
+    """A few bytes behind it the kernel takes twice as long to bring it there."""
+    with seed(weights()) as running:
+        fork(running.url, empty())
+    assert {part.local % mmap.PAGESIZE for one in world.made for _, (part,) in one.reads} == {0}
 
 
 def test_chunks_larger_and_smaller_than_the_first(world: World) -> None:

@@ -225,7 +225,7 @@ class OneSidedConnection(SocketConnection):
         if self._room is None or self._room.nbytes < nbytes:
             self._leave_room()
             begin = time.monotonic()
-            room = _room(nbytes)
+            room = _room(max(nbytes, 1))
             self._shared.fabric.register([_memory(room)])
             self._room = room
             self.registering += time.monotonic() - begin
@@ -280,8 +280,8 @@ def _met(make: Callable[[Wiring, str], Fabric], wiring: Wiring, host: str, table
 
 
 def _room(nbytes: int) -> _Room:
-    """Memory that begins with a page: where it begins a few bytes into one, as numpy's does, what receives over
-    TCP takes twice as long for it ("rep movsb", as in streaming.hpp).
+    """Memory that begins with a page: where it begins a few bytes into one, as numpy's does, what receives
+    over TCP takes twice as long for it ("rep movsb", as in streaming.hpp).
     """
     wide = np.empty(nbytes + _PAGE_BYTES, np.uint8)
     begin = -wide.ctypes.data % _PAGE_BYTES
