@@ -168,6 +168,8 @@ def fake(plain: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
         (ANY, {}, ("tcp", "")),
         (ANY, {"MOONCAKE_PROTOCOL": "rdma", "MOONCAKE_DEVICE": "mlx5_2"}, ("rdma", "mlx5_2")),
         (ANY, {"MOONCAKE_DEVICE": "mlx5_2"}, ("rdma", "mlx5_2")),
+        (ANY, {"MOONCAKE_DEVICE": "auto-discovery"}, ("tcp", "")),
+        (ANY, {"MOONCAKE_PROTOCOL": "RDMA ", "MOONCAKE_DEVICE": " auto-discovery"}, ("rdma", "")),
         (Wiring("", ("mlx5_1", "mlx5_3")), {"MOONCAKE_DEVICE": "mlx5_2"}, ("rdma", "mlx5_1,mlx5_3")),
         (Wiring("tcp"), {"MOONCAKE_PROTOCOL": "rdma"}, ("tcp", "")),
         (ANY, {"MC_FORCE_HCA": "1"}, ("rdma", "")),

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,19 @@ from tensorlift.forking.fabrics import (
 )
 from tensorlift.forking.handshake import receive
 
-__all__ = ["DEVICE_VARIABLE", "PACKAGES", "PROTOCOL_VARIABLE", "Mooncake", "protocol_of"]
+__all__ = [
+    "DEVICE_VARIABLE",
+    "PACKAGES",
+    "PROTOCOL_VARIABLE",
+    "Mooncake",
+    "device_asked",
+    "protocol_asked",
+    "protocol_of",
+]
 
 PROTOCOL_VARIABLE, DEVICE_VARIABLE = "MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE"
+# What its users write there to have it look by itself.
+_BY_ITSELF = "auto-discovery"
 _NICS = Path("/sys/class/infiniband")
 _WITHOUT_CUDA = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-efa-non-cuda")
 # The variables hold where nobody has imported it before. Descriptors of many regions are longer than the MiB
@@ -60,14 +70,25 @@ class _Descriptor(msgspec.Struct):
     protocol: str = ""
 
 
+def device_asked(environ: Mapping[str, str]) -> str:
+    """The NICs that the environment names, with commas between; "" for none."""
+    asked = environ.get(DEVICE_VARIABLE, "").strip()
+    return "" if asked == _BY_ITSELF else asked
+
+
+def protocol_asked(environ: Mapping[str, str]) -> str:
+    """The protocol that the environment names, or ""."""
+    return environ.get(PROTOCOL_VARIABLE, "").strip().lower()
+
+
 def protocol_of(wiring: Wiring) -> str:
     """What is asked for: by the caller, by the environment, or by a NIC that is there."""
-    if asked := wiring.protocol or os.environ.get(PROTOCOL_VARIABLE, "").strip().lower():
+    if asked := wiring.protocol or protocol_asked(os.environ):
         return asked
     for protocol, variable in _FORCED.items():
         if os.environ.get(variable):
             return protocol
-    has_nic = wiring.devices or os.environ.get(DEVICE_VARIABLE) or (_NICS.is_dir() and any(_NICS.iterdir()))
+    has_nic = wiring.devices or device_asked(os.environ) or (_NICS.is_dir() and any(_NICS.iterdir()))
     return "rdma" if has_nic else "tcp"
 
 
@@ -81,7 +102,7 @@ class Mooncake:
     def __init__(self, wiring: Wiring, host: str) -> None:
         """Begins, and looks which protocol was installed. Raises FabricError."""
         protocol = protocol_of(wiring)
-        devices = ",".join(wiring.devices) or os.environ.get(DEVICE_VARIABLE, "")
+        devices = ",".join(wiring.devices) or device_asked(os.environ)
         if protocol == "tcp" and wiring.devices:
             raise FabricError(
                 f"over tcp Mooncake lets nobody choose {devices}: leave devices out, or ask for rdma"

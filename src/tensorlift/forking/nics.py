@@ -16,14 +16,13 @@ from dataclasses import dataclass
 
 from tensorlift.errors import OptionError
 from tensorlift.forking.manifest import ONE_SIDED
+from tensorlift.forking.mooncake import DEVICE_VARIABLE, device_asked, protocol_asked
 from tensorlift.forking.topology import Gpu, Link, Nic, Tree, tree_here
 from tensorlift.format.quoting import plural, quote
 
 __all__ = ["Choice", "choose", "chosen", "custom_topology"]
 
-_DEVICE, _PROTOCOL, _CUSTOM = "MOONCAKE_DEVICE", "MOONCAKE_PROTOCOL", "MC_CUSTOM_TOPO_JSON"
-# What its users write there to have Mooncake look by itself.
-_BY_ITSELF = ("", "auto-discovery")
+_CUSTOM = "MC_CUSTOM_TOPO_JSON"
 _log = logging.getLogger("tensorlift")
 _NAME = re.compile(r"\^?[\w.\-]+")
 
@@ -169,16 +168,15 @@ def chosen(
         return Choice((), f"{_CUSTOM} says which")
     if not devices:
         if used == ["mooncake"]:
-            protocol = protocol or environ.get(_PROTOCOL, "").strip().lower()
+            protocol = protocol or protocol_asked(environ)
         if protocol == "tcp":
             return Choice((), "over tcp none is chosen")
-        given = environ.get(_DEVICE, "").strip()
-        if "mooncake" in used and given not in _BY_ITSELF:
+        if "mooncake" in used and (given := device_asked(environ)):
             try:
                 found = choose([name.strip() for name in given.split(",")], rank, gpu, tree_here())
             except OptionError as error:
-                raise OptionError(f"{_DEVICE} is {given!r}: {error}") from None
-            return Choice(found.nics, f"{_DEVICE} says so")
+                raise OptionError(f"{DEVICE_VARIABLE} is {given!r}: {error}") from None
+            return Choice(found.nics, f"{DEVICE_VARIABLE} says so")
     found = choose(devices, rank, gpu, tree_here())
     _log.info("%s: %s (%s)", " and ".join(used), ", ".join(found.names) or "no NIC", found.reason)
     return found
