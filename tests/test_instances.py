@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +207,48 @@ def test_a_seed_without_transports_is_not_announced(
     ):
         assert "a seed of m is not announced: no transport is there" in caplog.text
         assert seed._followers == []
+
+
+SECRETIVE = [
+    "http://me:geheim@127.0.0.1:9/x",
+    "http://me:pass/geheim@127.0.0.1:9",
+    "http://me:pass?geheim@127.0.0.1:9",
+    "http://127.0.0.1:9?password=geheim",
+    "https://127.0.0.1:9#geheim",
+    "tensorlift://me:geheim@127.0.0.1:9/m",
+    "tensorlift://127.0.0.1:9/m?token=geheim",
+    "sglang+http://127.0.0.1:9?token=geheim",
+    "redis://me:geheim@127.0.0.1:x/0",
+    "redis://127.0.0.1:9/0?passwrod=geheim",
+    "unix:///no/socket?password=geheim",
+    "dns://me:geheim@host",
+    "ftp://127.0.0.1/?password=geheim",
+]
+
+
+@pytest.mark.parametrize("url", SECRETIVE)
+def test_no_secret_of_a_url_is_shown(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever a URL can be given, and whatever is wrong with it: in no error, nor behind one, nor in a log."""
+    monkeypatch.setattr("tensorlift.fleet.asking._DOWN_SECONDS", 0.05)
+    made = {"a": torch.zeros(1)}
+    given: list[Callable[[], object]] = [
+        lambda: tensorlift.load(url),
+        lambda: tensorlift.open(url),
+        lambda: tensorlift.load_into({}, url),
+        lambda: tensorlift.load(url, backend="PREAD"),
+        lambda: tensorlift.fork(url, into=made, key="m"),
+        lambda: tensorlift.fork(registry=url, into=made, key="m", wait=1),
+        lambda: tensorlift.fork(registry=[url], into=made, key="m", wait=1),
+        lambda: tensorlift.fork(registry=[url, None], into=made, key="m"),  # type: ignore[list-item]
+        lambda: tensorlift.seed(made, key="m", join=url, join_timeout=0.05),
+    ]
+    for call in given:
+        with pytest.raises(tensorlift.TensorliftError) as refused:
+            call()
+        error: BaseException | None = refused.value
+        while error is not None:
+            assert "geheim" not in f"{error} {error.args}"
+            error = error.__cause__ if error.__suppress_context__ else error.__context__
+    assert "geheim" not in caplog.text

@@ -262,7 +262,25 @@ def test_a_redis_behind_a_socket_and_under_tls(tmp_path: Path) -> None:
         stranger.close()
 
 
-def test_a_url_that_is_none() -> None:
-    with pytest.raises(RequestError, match="registry is no URL of a Redis") as refused:
-        registry_of("redis://me:secret@host:port")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://me:secret@host:port",
+        "redis://host:1/0?passwrod=secret",
+        "redis://host:1/0?db=secret",
+        "redis://host:1/0?socket_timeout=secret",
+        "rediss://host:1/0?ssl_cert_reqs=secret",
+        "unix:///socket?passwrod=secret",
+    ],
+)
+def test_a_url_that_is_none(url: str) -> None:
+    """At once, not by the thread that asks; and with no secret of it."""
+    with pytest.raises(RequestError, match="registry is no URL of a Redis, or has options") as refused:
+        registry_of(url)
     assert "secret" not in str(refused.value)
+
+
+def test_a_socket_is_named_by_its_path(tmp_path: Path) -> None:
+    registry = registry_of(f"unix://{tmp_path}/redis?password=secret")
+    with contextlib.closing(registry), pytest.raises(SeedError, match=f"^unix://{tmp_path}/redis cannot be"):
+        registry.candidates(KEY, Near())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorlift.format.quoting import clean, plural, quote
+from tensorlift.format.quoting import clean, plural, quote, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,31 @@ def test_deep_lists_are_not_walked_to_the_bottom():
 def test_clean_keeps_what_can_be_printed():
     assert clean("\u00fc \U0001f4a9") == "\u00fc \U0001f4a9"
     assert clean("a\tb\u202e") == "a\\tb\\u202e"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://host:1/a/path", "http://host:1/a/path"),
+        ("http://me:secret@host:1/x", "http://host:1/x"),
+        ("me:secret@host:1", "host:1"),
+        ("me:secret//secret@host:1", "host:1"),
+        ("http://me:pass/secret@host:1", "http://host:1"),
+        ("http://me:pass@secret@host:1", "http://host:1"),
+        ("http://host:1/?password=secret", "http://host:1/"),
+        ("tensorlift+https://host:1/org/model?token=secret", "tensorlift+https://host:1/org/model"),
+        ("redis://host/0;password=secret", "redis://host/0"),
+        ("http://host:1&token=secret", "http://host:1"),
+        ("http://host:1#secret", "http://host:1"),
+        # Which of two it is cannot be told.
+        ("http://me:pass?secret@host:1", "http://..."),
+        ("http://host:1/?password=secret@secret", "http://..."),
+        ("me:pass#secret@host", "..."),
+        ("", ""),
+    ],
+)
+def test_without_secrets(url, shown):
+    assert without_secrets(url) == shown
 
 
 def test_plural():

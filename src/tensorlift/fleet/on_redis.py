@@ -40,7 +40,7 @@ from tensorlift.fleet.contract import (
 )
 from tensorlift.forking.keys import told_key
 from tensorlift.forking.manifest import ModelKey
-from tensorlift.forking.urls import followed, placed, split_url
+from tensorlift.forking.urls import Place, followed, placed, split_url
 from tensorlift.format.quoting import clean
 
 __all__ = ["RedisRegistry"]
@@ -66,10 +66,17 @@ class RedisRegistry:
             self._redis: Any = redis.Redis.from_url(
                 url, socket_timeout=_SECONDS, socket_connect_timeout=_SECONDS, health_check_interval=0
             )
-        except (ValueError, TypeError):
+            # Options that it does not know it would refuse when it connects.
+            pool = self._redis.connection_pool
+            pool.connection_class(**pool.connection_kwargs)
+        except (ValueError, TypeError, redis.RedisError):
             # What is wrong with it may have the password in it.
-            raise RequestError("registry is no URL of a Redis: redis://[user:password@]host:port") from None
-        self.url = f"{parts.scheme}://{self._host}:{self._port}"
+            raise RequestError(
+                "registry is no URL of a Redis, or has options that redis-py does not know: "
+                "redis://[user:password@]host:port/db"
+            ) from None
+        place = Place(parts.scheme, self._host, self._port)
+        self.url = f"unix://{parts.path}" if parts.scheme == "unix" else place.url
         """Without who asks, and his password."""
 
     @contextmanager
@@ -99,8 +106,7 @@ class RedisRegistry:
         return LEASE_SECONDS
 
     def _front(self, seed: str) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return front_of(f"http://{host}:{self._port}", seed)
+        return front_of(Place("http", self._host, self._port).url, seed)
 
     def _own_address(self) -> str:
         """By which this host is seen from there."""

@@ -57,7 +57,7 @@ from tensorlift.fleet.store import NotWrittenError
 from tensorlift.forking.control import RefusedAnswer
 from tensorlift.forking.encryption import Tls, seed_context
 from tensorlift.forking.keys import check_host, checked_token
-from tensorlift.forking.urls import placed
+from tensorlift.forking.urls import Place, placed
 
 __all__ = ["RegistryServer"]
 
@@ -149,8 +149,7 @@ class RegistryServer:
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
         )
         address, port = self._socket.getsockname()[:2]
-        shown = f"[{address}]" if ":" in address else address
-        self.url = f"{'http' if encrypted is None else 'https'}://{shown}:{port}"
+        self.url = Place("http" if encrypted is None else "https", address, port).url
         config = uvicorn.Config(
             self._app(), log_config=None, access_log=False, lifespan="off", ws="none", proxy_headers=False,
             server_header=False, http=_Protocol, loop="asyncio", limit_concurrency=_MOST_CONNECTIONS,

@@ -27,7 +27,7 @@ from tensorlift.forking.urls import split_url
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint, Shard
 from tensorlift.format.header import Header
-from tensorlift.format.quoting import clean, quote
+from tensorlift.format.quoting import clean, quote, without_secrets
 from tensorlift.options import LoadOptions
 from tensorlift.tensors.filling import copy_into
 
@@ -83,7 +83,7 @@ def check_options(path: object, **given: object) -> None:
         wrong.append("verify" if given.get("verify") is not None else LoadOptions.variable("verify"))
     if wrong:
         raise OptionError(
-            f"{', '.join(wrong)}: not for {clean(str(path))}, which is a seed and no file; leave it out "
+            f"{', '.join(wrong)}: not for {clean(without_secrets(str(path)))}, which is a seed and no file; leave it out "
             "(what comes from a seed is compared with digests always)"
         )
 
@@ -231,7 +231,7 @@ def _parsed(url: str) -> tuple[str, str]:
         place = None
     if place is None or "@" in address or {*"?#"} & {*model}:
         raise RequestError(
-            f"{quote(url, 300)} is no seed; it looks like tensorlift://host:port/key, under TLS "
+            f"{quote(without_secrets(url), 300)} is no seed; it looks like tensorlift://host:port/key, under TLS "
             "tensorlift+https://host:port/key, where the key is quoted as in any URL and may be left out "
             "('tensorlift fork' takes http://host:port and https://host:port too); a token is given by "
             f"{TOKEN_VARIABLE}"

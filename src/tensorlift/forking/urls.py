@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 import urllib.parse
 from typing import NamedTuple
 
 from tensorlift.errors import RequestError
-from tensorlift.format.quoting import quote
+from tensorlift.format.quoting import quote, without_secrets
 
 __all__ = ["Place", "followed", "placed", "reached", "split_url"]
-
-_USER = re.compile(r"//[^/]*@")
 
 
 class Place(NamedTuple):
@@ -31,7 +28,7 @@ class Place(NamedTuple):
 
 
 def split_url(url: str) -> Place:
-    """Raises RequestError for what is no URL of a seed. What stands before an @ is never shown."""
+    """Raises RequestError for what is no URL of a seed, and shows no secret of it."""
     try:
         parts = urllib.parse.urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -40,7 +37,7 @@ def split_url(url: str) -> Place:
     whole = host and host.isprintable() and " " not in host and port is not None
     if not whole or parts.scheme not in ("http", "https") or _has_more(parts):
         raise RequestError(
-            f"{quote(_USER.sub('//', url))} is no URL of a seed; it looks like http://host:port"
+            f"{quote(without_secrets(url))} is no URL of a seed; it looks like http://host:port"
         )
     assert host is not None
     assert port is not None

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["clean", "plural", "quote"]
+import re
+
+__all__ = ["clean", "plural", "quote", "without_secrets"]
 
 # Long enough for the names of real tensors, short enough for one line of a log.
 _LONGEST = 100
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# Also what is not one before an @, in texts that are URLs by half.
+_BEHIND = re.compile(r"[?#&;]")
 
 
 def clean(text: str) -> str:
@@ -22,6 +27,18 @@ def quote(value: object, longest: int = _LONGEST) -> str:
         return f"'{text[:longest]}…'" if len(text) > longest else f"'{text}'"
     text = clean(_short_repr(value))
     return text[:longest] + "…" if len(text) > longest else text
+
+
+def without_secrets(url: str) -> str:
+    """Of a text that is a URL, or was meant for one, what may be shown: no user, no password, and nothing
+    behind the path, where tokens and passwords stand too.
+    """
+    scheme = match[0] if (match := _SCHEME.match(url)) else ""
+    rest = url.removeprefix(scheme)
+    shown = _BEHIND.split(rest, maxsplit=1)[0]
+    if "@" in rest[len(shown) :]:  # a password with such a character in it, or an @ behind the path
+        return f"{scheme}..."
+    return scheme + shown.rpartition("@")[2]
 
 
 def plural(count: int, noun: str) -> str:

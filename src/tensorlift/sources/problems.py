@@ -9,7 +9,7 @@ import stat
 from tensorlift.errors import CheckpointError, CheckpointNotFoundError, FileError, MachineError, ReadError
 from tensorlift.format.listing import OTHER_WEIGHTS, SUFFIX
 from tensorlift.format.nearest import nearest
-from tensorlift.format.quoting import clean, plural, quote
+from tensorlift.format.quoting import clean, plural, quote, without_secrets
 
 __all__ = ["not_a_file", "nothing_at", "nothing_in", "open_regular", "refused"]
 
@@ -59,7 +59,8 @@ def not_a_file(path: str, mode: int, folder_hint: str = "") -> CheckpointError:
 
 def nothing_at(path: str, more: str = "") -> CheckpointNotFoundError:
     """For a path where nothing is, with what may have been meant."""
-    return _not_found(f"{clean(path) or quote(path)}: {_why_nothing(path)}{more}")
+    shown = without_secrets(path) if "://" in path else path
+    return _not_found(f"{clean(shown) or quote(shown)}: {_why_nothing(path)}{more}")
 
 
 def nothing_in(path: str, names: list[str], folders: list[str]) -> CheckpointNotFoundError:
