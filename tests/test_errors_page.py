@@ -25,7 +25,6 @@ from tensorlift.engine import abi
 from tensorlift.engine.abi import Status
 from tensorlift.engine.failures import Failure, exception_of
 from tensorlift.forking.client import SeedClient
-from tensorlift.forking.fork import _check, _Wanted
 from tensorlift.forking.manifest import (
     Layout,
     Manifest,
@@ -37,6 +36,7 @@ from tensorlift.forking.manifest import (
     layout_digest,
 )
 from tensorlift.forking.offering import Offering
+from tensorlift.forking.suitable import Wanted, _check
 from tensorlift.format.checkpoint import Shard
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "errors.md").read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ def other_weights() -> None:
         instance="0" * 32, epoch=0, key=ModelKey(model="m"), layout=layout_digest(tensors),
         regions=(Region(10),), tensors=tensors,
     )  # fmt: skip
-    wanted = _Wanted(None, Offering((), (), ()), ("tcp",), None, True)
+    wanted = Wanted(None, Offering((), (), ()), ("tcp",), None, True)
     _check(SeedClient(SEED), theirs, wanted, [Layout("layer.weight", "float16", (4,), (1,))])
 
 

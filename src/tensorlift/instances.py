@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from tensorlift.errors import OptionError
 from tensorlift.fleet.asking import Asked
 from tensorlift.fleet.contract import MOST_CANDIDATES, near_of
 from tensorlift.fleet.naming import FORMS, registry_of
-from tensorlift.fleet.publishing import Published
+from tensorlift.fleet.publishing import publish
 from tensorlift.forking.fork import Forked, fork_into
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import ModelKey
@@ -23,7 +22,6 @@ from tensorlift.progress import Report, SourceReport, by_source, reporter
 __all__ = ["fork", "seed"]
 
 _WAIT_SECONDS = 300.0
-_log = logging.getLogger("tensorlift")
 
 
 def seed(
@@ -54,11 +52,8 @@ def seed(
     near = near_of(place)
     known = None if registry is None else registry_of(registry, checked_token(token), registry_ca)
     made = Seed(model, key, host=host, port=port, token=token, limit=limit, **options)
-    if known is not None and made.transports:
-        made.follow(Published(made, known, near))
-    elif known is not None:  # forks would be sent to it in vain
-        _log.warning("a seed of %s is not announced: no transport is there", made.key.model)
-        known.close()
+    if known is not None:
+        publish(made, known, near)
     return made
 
 
@@ -106,7 +101,7 @@ def fork(
         count, wanted = parse_count(seeds, "seeds", MOST_CANDIDATES), checked_key(key)
         assert registry is not None
         known = registry_of(registry, checked_token(token), options.get("ca"))
-        with Asked(known, wanted, near, count, wait) as asked:
+        with Asked(known, [wanted], near, count, wait) as asked:
             told = asked.progress(by_source(report))
             return fork_into(into, asked.seeds, token=token, key=wanted, progress=told, **options)
 

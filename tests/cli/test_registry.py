@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,11 @@ from support.registries import KEY, announced, redis_server, serving
 from support.seeds import nobody
 from support.serving import command
 from support.tensors import assert_state
-from support.waiting import until
+from support.waiting import until, when
 from tensorlift.cli.main import app
 from tensorlift.fleet.client import RegistryClient
 from tensorlift.fleet.contract import Near
+from tensorlift.fleet.server import RegistryServer
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.tokens import TOKEN_VARIABLE
 
@@ -119,22 +123,99 @@ def test_a_seed_and_a_fork_that_name_it(tmp_path: Path) -> None:
                 child.kill()
 
 
+def fork(server: RegistryServer, out: Path, key: str = "org/model", *more: object) -> tuple[int, str, str]:
+    return run("fork", "--registry", server.url, "--key", key, "--out", out, *more)
+
+
+@contextlib.contextmanager
+def seeding(server: RegistryServer, key: ModelKey | str, **more: Any) -> Iterator[tensorlift.Seed]:
+    with tensorlift.seed({"a": torch.arange(100)}, key=key, registry=server.url, **more) as seed:
+        until(lambda: seed.url in {one.url for one in server._registry.view().seeds})
+        yield seed
+
+
 def test_forks_of_what_an_engine_holds(tmp_path: Path) -> None:
-    weights: dict[str, Any] = {"a": torch.arange(100)}
-    with serving() as server, tensorlift.seed(weights, key="org/model", registry=server.url) as seed:
-        until(lambda: server._registry.view().seeds)
+    with serving() as server, seeding(server, "org/model") as seed:
         # One that is not there is passed over.
         server._registry.announce(announced(1, ModelKey(model="org/model", processed=False), url=nobody()))
-        code, out, err = run(
-            "fork", "--registry", server.url, "--key", "org/model", "--out", tmp_path / "out"
-        )
+        code, out, err = fork(server, tmp_path / "out")
         assert (code, err, f"from {seed.url} in" in out) == (0, "", True)
-        code, _, err = run("fork", "--registry", server.url, "--key", "other", "--out", tmp_path / "no")
-        assert (code, "'other' (target): it knows none; there is 'org/model' (target" in err) == (4, True)
+        assert "left behind: http://127.0.0.1:" in out
+        code, _, err = fork(server, tmp_path / "no", "other")
+        assert (code, err.count("it knows none")) == (4, 1)
+        assert "'other' (target): it knows none; there is 'org/model' (target" in err
         code, _, err = run("fork", "--registry", server.url, "--out", tmp_path / "no")
         assert (code, "--key MODEL, as the seed calls it" in err) == (2, True)
-    for wrong in ((), (seed.url, "--registry", "http://127.0.0.1:1")):
-        code, _, err = run("fork", *wrong, "--out", tmp_path / "no")
+
+
+def test_a_fork_tells_the_registry_what_it_does(tmp_path: Path) -> None:
+    with serving() as server, seeding(server, "org/model") as seed:
+        assert fork(server, tmp_path / "out", "org/model", "--place", "z/r")[0] == 0
+        ((report, state),) = server._registry.view().recent
+        assert (state, report.done_bytes, report.total_bytes) == ("done", 800, 800)
+        assert (report.key, report.near.place, report.seeds) == (KEY, "z/r", (seed.url,))
+        assert fork(server, tmp_path / "no", "other")[0] == 4
+        (report, state), _ = server._registry.view().recent
+        assert (state, "it knows none" in report.reason) == ("failed", True)
+
+
+def test_a_fork_waits_for_room(tmp_path: Path) -> None:
+    with serving() as server, seeding(server, "org/model", readers=1) as seed:
+        lease = seed.grant(50)
+        until(lambda: server._registry.view().seeds[0].load.readers)
+        code, _, err = fork(server, tmp_path / "no", "org/model", "--wait", 0.3)
+        assert (code, "all with as many readers as they take" in err) == (4, True)
+
+        def waits() -> bool:
+            return any(one.state == "waiting" for one in server._registry.view().forks)
+
+        with when(waits, lambda: seed.release(lease.id)):
+            assert fork(server, tmp_path / "out")[0] == 0
+
+
+def test_a_whole_key_and_several_seeds(tmp_path: Path) -> None:
+    """Also a rank behind the front that a list names."""
+    key = ModelKey(model="m", engine="vllm 9", dtype="bfloat16", revision="main", tp=(1, 2))
+    text = json.dumps(
+        {"model": "m", "engine": "vllm 9", "dtype": "bfloat16", "revision": "main", "tp": [1, 2]}
+    )
+    with (
+        serving() as server,
+        seeding(server, "front") as front,
+        seeding(server, key, weights="1", join=front.url) as one,
+        seeding(server, key, weights="1") as other,
+    ):
+        code, _, err = fork(server, tmp_path / "no", "m")
+        there = "there is 'front' (target), 'm' (target, main, bfloat16, vllm 9, tp 1 of 2)"
+        assert (code, there in err) == (4, True)
+        code, out, _ = fork(server, tmp_path / "out", text, "--seeds", 2, "--json")
+        assert (code, set(json.loads(out)["by_source"]) <= {one.url, other.url}) == (0, True)
+        (tmp_path / "list.json").write_text(json.dumps({"seeds": [front.url]}))
+        given = ("--registry", f"file:{tmp_path}/list.json", "--key", text, "--json")
+        code, out, _ = run("fork", *given, "--out", tmp_path / "rank")
+        assert (code, json.loads(out)["by_source"]) == (0, {one.url: 800})
+
+
+def test_what_a_fork_is_asked_wrongly(tmp_path: Path) -> None:
+    url, out = nobody(), ("--out", tmp_path / "no")
+    for given in ((), (url, "--registry", url)):
+        code, _, err = run("fork", *given, *out)
         assert (code, "expected either the URL of a seed or --registry, with --key" in err) == (2, True)
-    code, _, err = run("fork", "--registry", "nonsense", "--key", "m", "--out", tmp_path / "no")
+    for more in (("--key", "m"), ("--place", "z"), ("--seeds", 2), ("--wait", 3)):
+        code, _, err = run("fork", url, *more, *out)
+        assert (code, "--key, --place, --seeds and --wait are for --registry" in err) == (2, True)
+    for wrong, message in (
+        (("--key", "{"), "--key is no key in JSON"),
+        (("--key", '{"tp": [0, 1]}'), "--key is no key in JSON"),
+        (("--key", '{"model": "m", "tp": [2, 1]}'), "key has rank 2 of 1 in tp"),
+        (("--key", '{"model": "m", "engin": "x"}'), "--key has 'engin'; a key has model, revision"),
+        (("--key", "m", "--seeds", 65), "--seeds is 65"),
+        (("--key", "m", "--wait", 0), "--wait is 0"),
+        (("--key", "m", "--transports", "x"), "transports is ['x']"),
+        (("--key", "m", "--limit", "fast"), "limit is 'fast'"),
+        (("--key", "m", "--devices", "mlx5_0"), "no transport here takes NICs"),
+    ):
+        code, _, err = run("fork", "--registry", url, *wrong, *out)
+        assert (code, message in err) == (2, True), (wrong, err)
+    code, _, err = run("fork", "--registry", "nonsense", "--key", "m", *out)
     assert (code, "file:/path.json" in err) == (2, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ from typer.testing import CliRunner
 
 import tensorlift
 from support.checkpoints import Written, random_checkpoint
+from support.registries import serving
+from support.seeds import nobody
 from support.serving import command
 from support.tensors import assert_state
 from tensorlift.cli import seed as verb
@@ -80,6 +83,29 @@ def test_sigterm_is_the_way_to_end_it(written: Written, tmp_path: Path) -> None:
         assert ended(child, signal.SIGTERM) == (0, "")
 
 
+def test_what_it_may_be_read_by(written: Written, tmp_path: Path) -> None:
+    with command("seed", written.path, "--transports", "tcp") as (child, said):
+        assert (said["transports"], said["off"]) == (["tcp"], {})
+        code, _, err = run("fork", said["url"], "--out", tmp_path / "no", "--transports", "shm")
+        assert (code, "offers no transport that this fork takes: shm" in err) == (4, True)
+        given = ("--transports", "shm,tcp", "--limit", "1GB/s")
+        assert run("fork", said["url"], "--out", tmp_path / "out", *given)[0] == 0
+        ended(child, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_it_says_whether_it_is_announced(written: Written, is_there: bool) -> None:
+    with serving() if is_there else contextlib.nullcontext() as server:
+        url = server.url if server is not None else nobody()
+        with command("seed", written.path, "--registry", url) as (child, said):
+            assert (said["registry"], said["announced"]) == (url, is_there)
+            if server is None:
+                assert said["why_not"].startswith(f"{url} cannot be reached")
+            else:
+                assert [one.url for one in server._registry.view().seeds] == [said["url"]]
+            ended(child, signal.SIGTERM)
+
+
 def test_two_seeds_of_one_checkpoint_are_one_version(written: Written, tmp_path: Path) -> None:
     with command("seed", written.path) as (one, first), command("seed", written.path) as (other, second):
         code, out, _ = run("fork", first["url"], second["url"], "--out", tmp_path / "out", "--json")
@@ -130,11 +156,21 @@ def test_what_is_refused_before_a_load(
     assert "error: MachineError\n  nobody can listen on '127.0.0.1', port " in err
     assert run("seed", "nowhere", "--host", "no.such.host.invalid", "--insecure")[0] == 3
     code, _, err = run("seed", "nowhere", "--limit", "fast")
-    assert (code, "--limit is 'fast'" in err) == (2, True)
+    assert (code, "limit is 'fast'" in err) == (2, True)
     code, _, err = run("seed", "nowhere", "--limit", "25%")
-    assert (code, "--limit is '25%', but the kernel does not tell" in err) == (2, True)
-    monkeypatch.setattr(verb, "link_rate", lambda host: 10**9)
+    assert (code, "limit is '25%', but the kernel does not tell" in err) == (2, True)
+    monkeypatch.setattr("tensorlift.forking.ways.link_rate", lambda host: 10**9)
     assert run("seed", "nowhere", "--limit", "25%")[0] == 1
+    for wrong, message in (
+        (("--registry", "nonsense"), "registry is 'nonsense'; expected http"),
+        (("--registry", "file:/seeds.json"), "--registry is a list of seeds, where nobody is announced"),
+        (("--registry-ca", "a"), "--registry-ca is for a registry at https://"),
+        (("--transports", "tcp,pigeons"), "transports is ['tcp', 'pigeons']; expected some of"),
+        (("--devices", "mlx5_0"), "no transport here takes NICs"),
+        (("--place", "/"), "place is '/'"),
+    ):
+        code, _, err = run("seed", "nowhere", *wrong)
+        assert (code, message in err) == (2, True), (wrong, err)
     for given in (("--tls-cert", "a"), ("--tls-key", "a")):
         code, _, err = run("seed", "nowhere", *given)
         assert (code, "--tls-cert and --tls-key go together" in err) == (2, True)
@@ -176,8 +212,15 @@ def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         "seconds": 1.5,
         "url": "http://h:1",
         "source": "s://h:1/m",
+        "off": {},
     }
     verb._print(facts, False)
     assert capsys.readouterr().out == (
         "1 tensor, 2.00 kB of m in host memory after 1.50 s; Ctrl-C ends it\nhttp://h:1\ns://h:1/m\n"
     )
+    verb._print(
+        facts | {"off": {"nixl": "no NIC"}, "registry": "http://r:1", "announced": True, "why_not": ""}, False
+    )
+    assert capsys.readouterr().out.endswith("s://h:1/m\nnot nixl: no NIC\nannounced at http://r:1\n")
+    verb._print(facts | {"registry": "http://r:1", "announced": False, "why_not": "it sleeps"}, False)
+    assert capsys.readouterr().out.endswith("\nnot announced at http://r:1: it sleeps\n")

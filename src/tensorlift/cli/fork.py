@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import typer
 
 from tensorlift.cli.console import guarded, told
 from tensorlift.cli.interrupts import at_once
-from tensorlift.errors import OptionError, SeedError
+from tensorlift.cli.options import AS_JSON, DEVICES, PLACE, PROGRESS, PROTOCOL, TOKEN_FILE, TRANSPORTS, words
+from tensorlift.errors import ForkError, OptionError
 from tensorlift.forking.tokens import token_of
-from tensorlift.format.quoting import clean, plural
+from tensorlift.format.quoting import clean, plural, quote
 from tensorlift.progress import SourceReport, by_source, reporter
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
+    from tensorlift.fleet.asking import Asked
+    from tensorlift.forking.manifest import ModelKey
     from tensorlift.forking.remote import SeedCheckpoint
     from tensorlift.sources.writing import Case
+
+    Told = Callable[[SourceReport | None], SourceReport | None]
+    Take = Callable[[Sequence[str], ModelKey | None, Told], tuple[SeedCheckpoint, Case]]
 
 __all__ = ["command"]
 
 # Of tensors that are forked together: enough that asking costs nothing.
 _TOGETHER_BYTES = 256 << 20
+# As tensorlift.fork().
+_WAIT_SECONDS = 300.0
 
 
 @guarded
@@ -38,9 +46,7 @@ def command(
         "tensorlift://host:port/key to be sure which.",
     ),
     out: Path = typer.Option(..., metavar="DIR", help="The folder to write to; made if it is not there."),
-    token_file: str | None = typer.Option(
-        None, metavar="FILE", help="A file with the token of the seed. [TENSORLIFT_TOKEN]"
-    ),
+    token_file: str | None = TOKEN_FILE,
     ca: Path | None = typer.Option(
         None,
         metavar="FILE",
@@ -52,29 +58,61 @@ def command(
         help="Instead of a URL, who knows seeds: http(s)://host:port, redis://host:port, file:/path.json, "
         "dns://name:port.",
     ),
-    key: str | None = typer.Option(None, metavar="MODEL", help="What a registry is asked for."),
-    place: str | None = typer.Option(None, help="Where this is: zone-1/rack-12. [TENSORLIFT_PLACE]"),
-    force: bool = typer.Option(False, "--force", help="Replace a checkpoint that is there."),
-    progress: bool | None = typer.Option(
-        None, "--progress/--no-progress", help="A bar on stderr; without either, on a terminal only."
+    key: str | None = typer.Option(
+        None,
+        metavar="MODEL",
+        help="What a registry is asked for: the name of a model, or a whole key as JSON, such as "
+        '{"model": "org/model", "tp": [0, 2]}.',
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    place: str | None = PLACE,
+    seeds: int = typer.Option(1, help="How many seeds of a registry are read at once."),
+    wait: float = typer.Option(
+        _WAIT_SECONDS, metavar="SECONDS", help="How long one with room is waited for, of a registry."
+    ),
+    transports: list[str] | None = TRANSPORTS,
+    devices: list[str] | None = DEVICES,
+    protocol: str = PROTOCOL,
+    limit: str | None = typer.Option(
+        None, metavar="RATE", help='The most that it reads: "2GB/s", or "25%" of its NICs; else all.'
+    ),
+    force: bool = typer.Option(False, "--force", help="Replace a checkpoint that is there."),
+    progress: bool | None = PROGRESS,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Take the tensors of a running instance, or of several alike, and write them as safetensors files."""
+    if bool(urls) == (registry is not None):
+        raise OptionError("expected either the URL of a seed or --registry, with --key")
+    if registry is None and (key, place, seeds, wait) != (None, None, 1, _WAIT_SECONDS):
+        raise OptionError("--key, --place, --seeds and --wait are for --registry, and none is given")
     token = token_of(token_file)
     with at_once():
         from tensorlift.forking.remote import SeedCheckpoint, source_of
+        from tensorlift.forking.transports import FORKED
+        from tensorlift.forking.ways import ways_of
 
-    if bool(urls) == (registry is not None):
-        raise OptionError("expected either the URL of a seed or --registry, with --key")
+    ways: dict[str, Any] = {
+        "transports": words(transports) or FORKED, "devices": words(devices), "protocol": protocol,
+        "limit": limit,
+    }  # fmt: skip
+    # What can be wrong with them, before anybody is asked.
+    ways_of(**ways)
     begin = time.perf_counter()
+    left: dict[str, str] = {}
+
+    def take(found: Sequence[str], wanted: ModelKey | None, tell_of: Told) -> tuple[SeedCheckpoint, Case]:
+        seed = SeedCheckpoint(
+            [source_of(url) for url in found], token, ca=ca, as_it_is=True, key=wanted, **ways
+        )
+        what = f"from {len(found)} seeds" if len(found) > 1 else f"from {seed.client.url}"
+        with told(progress, what) as bar, reporter(bar) as report:
+            return seed, _written(seed, out, tell_of(by_source(report)), keep=not force)
+
     if registry is None:
-        seed = SeedCheckpoint([source_of(url) for url in urls or ()], token, ca=ca, as_it_is=True)
+        seed, case = take(urls or (), None, lambda report: report)
     else:
-        seed = _found(registry, key, token, ca, place)
-    what = f"from {len(urls)} seeds" if urls and len(urls) > 1 else f"from {seed.client.url}"
-    with told(progress, what) as bar, reporter(bar) as report:
-        case = _written(seed, out, by_source(report), keep=not force)
+        with _asked(registry, key, token, ca, place, seeds, wait) as asked:
+            seed, case = _of_whom_it_names(asked, take, left)
+    left |= seed.left
     _print(
         {
             "folder": str(out),
@@ -83,7 +121,7 @@ def command(
             "tensors": case.tensors,
             "bytes": case.nbytes,
             "by_source": seed.by_source,
-            "left": [f"{url}: {why}" for url, why in seed.left.items()],
+            "left": [f"{url}: {why}" for url, why in left.items()],
             "files": [file.name for file in case.files],
             "seconds": time.perf_counter() - begin,
         },
@@ -91,32 +129,57 @@ def command(
     )
 
 
-def _found(
-    registry: str, model: str | None, token: str, ca: Path | None, place: str | None
-) -> SeedCheckpoint:
-    """A seed of the model that answers: as a checkpoint, else as an engine holds it. Raises SeedError."""
-    from tensorlift.fleet.contract import near_of
+def _of_whom_it_names(asked: Asked, take: Take, left: dict[str, str]) -> tuple[SeedCheckpoint, Case]:
+    """Of the first seeds that a registry names and that bring all; who does not is ``left``."""
+    error: ForkError | None = None
+    while True:
+        found = asked.seeds(error)
+        try:
+            return take(found, asked.key, asked.progress)
+        except ForkError as problem:
+            error = problem
+            left |= {url: str(problem).removeprefix(url).lstrip(": ") for url in found}
+
+
+def _asked(
+    registry: str,
+    key: str | None,
+    token: str,
+    ca: Path | None,
+    place: str | None,
+    seeds: int,
+    wait: float,
+) -> Asked:
+    """Raises OptionError, RequestError."""
+    from tensorlift.fleet.asking import Asked
+    from tensorlift.fleet.contract import MOST_CANDIDATES, near_of
     from tensorlift.fleet.naming import registry_of
+    from tensorlift.options import parse_count, parse_seconds
+
+    if key is None:
+        raise OptionError("a registry is asked by a key: --key MODEL, as the seed calls it")
+    keys, near = _keys(key), near_of(place)
+    count, wait = parse_count(seeds, "--seeds", MOST_CANDIDATES), parse_seconds(wait, "--wait")
+    return Asked(registry_of(registry, token, ca), keys, near, count, wait)
+
+
+def _keys(text: str) -> list[ModelKey]:
+    """A name is that of a checkpoint's weights, else of those that an engine holds. Raises OptionError."""
     from tensorlift.forking.keys import checked_key
     from tensorlift.forking.manifest import ModelKey
-    from tensorlift.forking.remote import SeedCheckpoint, url_of
 
-    if model is None:
-        raise OptionError("a registry is asked by a key: --key MODEL, as the seed calls it")
-    near, left = near_of(place), list[str]()
-    problems: list[SeedError] = []
-    with contextlib.closing(registry_of(registry, token, ca)) as known:
-        for key in (checked_key(ModelKey(model=model, processed=False)), checked_key(model)):
-            try:
-                while True:
-                    left += known.candidates(key, near, 1, left)
-                    try:
-                        return SeedCheckpoint([url_of(left[-1], model)], token, ca=ca, as_it_is=True)
-                    except SeedError as error:
-                        problems.append(error)
-            except SeedError as error:
-                problems.append(error)
-    raise SeedError("; ".join(map(str, problems)))
+    if not text.lstrip().startswith("{"):
+        return [checked_key(ModelKey(model=text, processed=False)), checked_key(text)]
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, Any])
+        if unknown := fields.keys() - set(ModelKey.__struct_fields__):
+            raise OptionError(
+                f"--key has {', '.join(map(quote, sorted(unknown)))}; a key has "
+                f"{', '.join(ModelKey.__struct_fields__)}"
+            )
+        return [checked_key(msgspec.convert(fields, ModelKey))]
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise OptionError(f"--key is no key in JSON: {clean(str(error))}") from None
 
 
 def _written(seed: SeedCheckpoint, out: Path, tell: SourceReport | None, keep: bool) -> Case:

@@ -11,6 +11,7 @@ import typer
 
 from tensorlift.cli.console import guarded
 from tensorlift.cli.interrupts import at_once, until_terminated
+from tensorlift.cli.options import AS_JSON, HOST, INSECURE, TLS_CERT, TLS_KEY, TOKEN_FILE
 from tensorlift.cli.serving import listening, rest, tls_context
 from tensorlift.errors import RequestError
 from tensorlift.forking.tokens import token_of
@@ -24,24 +25,18 @@ __all__ = ["command"]
 
 @guarded
 def command(
-    host: str = typer.Option("127.0.0.1", help="Where to listen: an address of this machine."),
+    host: str = HOST,
     port: int = typer.Option(7700, min=0, max=65535, help="Of the URL; 0: one that is free."),
-    token_file: str | None = typer.Option(
-        None, metavar="FILE", help="A file with the token that all have to know. [TENSORLIFT_TOKEN]"
-    ),
-    insecure: bool = typer.Option(
-        False, "--insecure", help="Without a token also where other machines reach it."
-    ),
-    tls_cert: str | None = typer.Option(
-        None, metavar="FILE", help="Answer at https://, with these certificates (PEM)."
-    ),
-    tls_key: str | None = typer.Option(None, metavar="FILE", help="The key of --tls-cert (PEM)."),
+    token_file: str | None = TOKEN_FILE,
+    insecure: bool = INSECURE,
+    tls_cert: str | None = TLS_CERT,
+    tls_key: str | None = TLS_KEY,
     database: str | None = typer.Option(
         None,
         metavar="PATH",
         help="A file that keeps what is known over a restart, or redis://...; else memory alone.",
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Keep a list of seeds by their weights, answer forks that ask for them, and show both on a page."""
     token = token_of(token_file)

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tensorlift.cli.console import guarded, told
 from tensorlift.cli.interrupts import at_once, until_terminated
+from tensorlift.cli.options import (
+    AS_JSON,
+    DEVICES,
+    HOST,
+    INSECURE,
+    PLACE,
+    PROGRESS,
+    PROTOCOL,
+    TLS_CERT,
+    TLS_KEY,
+    TOKEN_FILE,
+    TRANSPORTS,
+    words,
+)
 from tensorlift.cli.serving import listening, rest, tls_context
-from tensorlift.forking.links import link_rate
-from tensorlift.forking.throttle import parse_limit
+from tensorlift.errors import OptionError
 from tensorlift.forking.tokens import token_of
 from tensorlift.format.quoting import plural
 from tensorlift.stats import human_bytes
@@ -20,73 +34,108 @@ from tensorlift.stats import human_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tensorlift.fleet.client import RegistryClient
+    from tensorlift.fleet.on_redis import RedisRegistry
     from tensorlift.forking.manifest import ModelKey
     from tensorlift.format.checkpoint import Checkpoint
 
 __all__ = ["command"]
 
+# A little more than a registry has for its answer.
+_ANNOUNCING_SECONDS = 6.0
+
 
 @guarded
 def command(
     paths: list[str] = typer.Argument(metavar="PATH", help="A file, files, a folder or a Hub id."),
-    host: str = typer.Option("127.0.0.1", help="Where to listen: an address of this machine."),
+    host: str = HOST,
     port: int = typer.Option(0, min=0, max=65535, help="Of the URL; 0: one that is free."),
-    token_file: str | None = typer.Option(
-        None, metavar="FILE", help="A file with the token that forks have to know. [TENSORLIFT_TOKEN]"
-    ),
-    insecure: bool = typer.Option(
-        False, "--insecure", help="Without a token also where other machines reach it."
-    ),
-    tls_cert: str | None = typer.Option(
-        None, metavar="FILE", help="Answer at https://, with these certificates (PEM)."
-    ),
-    tls_key: str | None = typer.Option(None, metavar="FILE", help="The key of --tls-cert (PEM)."),
+    token_file: str | None = TOKEN_FILE,
+    insecure: bool = INSECURE,
+    tls_cert: str | None = TLS_CERT,
+    tls_key: str | None = TLS_KEY,
     limit: str | None = typer.Option(
-        None, metavar="RATE", help='The most that it sends: "2GB/s", or "25%" of the network; else all.'
+        None,
+        metavar="RATE",
+        help='The most that it sends: "2GB/s", or "25%" of its network; else all.',
     ),
     readers: int = typer.Option(8, min=1, help="The most forks at once."),
+    transports: list[str] | None = TRANSPORTS,
+    devices: list[str] | None = DEVICES,
+    protocol: str = PROTOCOL,
     key: str | None = typer.Option(
         None, metavar="MODEL", help="What the model is called; without it, as its folder or its Hub id."
     ),
     registry: str | None = typer.Option(
         None, metavar="REGISTRY", help="Where it announces itself: http(s)://host:port, redis://host:port."
     ),
-    place: str | None = typer.Option(
-        None, help="Where this is, from the widest: zone-1/rack-12. [TENSORLIFT_PLACE]"
+    registry_ca: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Certificates (PEM) that a registry under TLS is trusted by; else the system's.",
     ),
-    progress: bool | None = typer.Option(
-        None, "--progress/--no-progress", help="A bar on stderr; without either, on a terminal only."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    place: str | None = PLACE,
+    progress: bool | None = PROGRESS,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Load a checkpoint into host memory and offer it to other processes, until Ctrl-C or SIGTERM."""
     token = token_of(token_file)
-    parse_limit(limit, "--limit", lambda: link_rate(host))
     tls = tls_context(tls_cert, tls_key)
     with at_once():
+        from tensorlift.fleet.contract import near_of
+        from tensorlift.fleet.publishing import publish
         from tensorlift.forking.keys import check_host
         from tensorlift.forking.listener import Listener
         from tensorlift.forking.remote import url_of
-        from tensorlift.instances import seed as begun
+        from tensorlift.forking.seed import Seed
+        from tensorlift.forking.transports import SERVED
+        from tensorlift.forking.ways import ways_of
         from tensorlift.integrations.checkpoints import checkpoint_of
 
+    # All that can be wrong, before a load that may take minutes.
     check_host(host, token, insecure)
+    kinds = words(transports) or SERVED
+    ways_of(kinds, words(devices), protocol, limit, host=host)
+    near, known = near_of(place), _registry(registry, registry_ca, token)
     with until_terminated():
         with listening(host, port):
-            # Before a load that may take minutes.
             Listener(host, port, id, 1).close()
         tensors, facts = _loaded(paths, progress)
         model = _key(paths, key)
         with listening(host, port):
-            seed = begun(
-                tensors, key=model, host=host, port=port, token=token or None, insecure=insecure, limit=limit,
-                readers=readers, tls=tls, registry=registry, place=place,
+            seed = Seed(
+                tensors, model, host=host, port=port, token=token or None, insecure=insecure, limit=limit,
+                readers=readers, tls=tls, transports=kinds, devices=words(devices), protocol=protocol,
                 weights=checkpoint_of(paths[0]) if len(paths) == 1 else "",
             )  # fmt: skip
         with seed:
-            urls = {"url": seed.url, "source": url_of(seed.url, model.model)}
-            _print(facts | {"key": model.model} | urls, as_json)
+            facts |= {"key": model.model, "transports": seed.transports, "off": seed.off}
+            facts |= {"url": seed.url, "source": url_of(seed.url, model.model)}
+            if known is not None:
+                made = publish(seed, known, near)
+                why = "no transport is there" if made is None else made.problem(_ANNOUNCING_SECONDS)
+                facts |= {"registry": known.url, "announced": not why, "why_not": why}
+            _print(facts, as_json)
             rest()
+
+
+def _registry(text: str | None, ca: Path | None, token: str) -> RegistryClient | RedisRegistry | None:
+    """Where a seed is announced. Raises RequestError."""
+    from tensorlift.fleet.lists import Lists
+    from tensorlift.fleet.naming import registry_of
+
+    if text is None:
+        if ca is not None:
+            raise OptionError("--registry-ca is for a registry at https://, and --registry names none")
+        return None
+    found: Any = registry_of(text, token, ca)
+    if isinstance(found, Lists):
+        raise OptionError(
+            "--registry is a list of seeds, where nobody is announced; expected http(s)://host:port or "
+            "redis://host:port"
+        )
+    known: RegistryClient | RedisRegistry = found
+    return known
 
 
 def _loaded(paths: list[str], progress: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -147,4 +196,8 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
             f"memory after {facts['seconds']:.2f} s; Ctrl-C ends it\n"
             f"{facts['url']}\n{facts['source']}"
         )
+        text += "".join(f"\nnot {kind}: {why}" for kind, why in facts["off"].items())
+        if "registry" in facts:
+            text += "\nannounced at " if facts["announced"] else "\nnot announced at "
+            text += facts["registry"] + (f": {facts['why_not']}" if facts["why_not"] else "")
     print(text, flush=True)

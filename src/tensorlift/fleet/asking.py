@@ -6,7 +6,7 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tensorlift.errors import ForkError, SeedError, TensorliftError
 from tensorlift.fleet.contract import MOST_WITHOUT, ForkReport, Near, Registry, State
@@ -28,11 +28,14 @@ _LONGEST_REASON = 1000
 class Asked:
     """One fork's dealings with a registry. A context manager: what ends with it is told as done or failed."""
 
-    def __init__(self, registry: Registry, key: ModelKey, near: Near, count: int, wait: float) -> None:
-        """count: seeds to read from at once; wait: seconds to wait for one that has room. Closes the
-        registry.
+    def __init__(
+        self, registry: Registry, keys: Sequence[ModelKey], near: Near, count: int, wait: float
+    ) -> None:
+        """keys: that will do, each where nobody has those before it; count: seeds to read from at once;
+        wait: seconds to wait for one that has room. Closes the registry.
         """
-        self._registry, self._key, self._near, self._count = registry, key, near, count
+        self._registry, self._near, self._count = registry, near, count
+        self._keys = list(keys)
         self._begin = time.monotonic()
         self._end = self._begin + wait
         self._id = secrets.token_hex(16)
@@ -41,6 +44,11 @@ class Asked:
         self._given: tuple[str, ...] = ()
         self._left: list[str] = []
         self._saying: Saying | None = None
+
+    @property
+    def key(self) -> ModelKey:
+        """Of the seeds that were given last."""
+        return self._keys[0]
 
     def seeds(self, error: ForkError | None = None) -> tuple[str, ...]:
         """URLs to read from, once there is room; ``error``: what came of those that were given before.
@@ -59,9 +67,13 @@ class Asked:
         while True:
             try:
                 found = self._registry.candidates(
-                    self._key, self._near, self._count, self._left[-MOST_WITHOUT:]
+                    self.key, self._near, self._count, self._left[-MOST_WITHOUT:]
                 )
             except SeedError as problem:
+                if problem.answered and problem.retry_seconds is None and len(self._keys) > 1:
+                    del self._keys[0]
+                    self._left.clear()
+                    continue
                 pause = problem.retry_seconds or (None if problem.answered else _DOWN_REST)
                 end = self._end if problem.answered else min(self._end, down_end)
                 if pause is None or time.monotonic() + pause > end:
@@ -96,7 +108,7 @@ class Asked:
     def _report(self, state: State, reason: str = "") -> ForkReport:
         done, total = self._bytes
         return ForkReport(
-            fork=self._id, key=self._key, state=state, near=self._near, done_bytes=done, total_bytes=total,
+            fork=self._id, key=self.key, state=state, near=self._near, done_bytes=done, total_bytes=total,
             seconds=time.monotonic() - self._begin, seeds=self._given, reason=reason,
         )  # fmt: skip
 

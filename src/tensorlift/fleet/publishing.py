@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 
 import msgspec
@@ -12,7 +13,20 @@ from tensorlift.fleet.contract import Announcement, Load, Near, Registry
 from tensorlift.fleet.saying import Saying
 from tensorlift.forking.seed import Seed
 
-__all__ = ["Published"]
+__all__ = ["Published", "publish"]
+
+_log = logging.getLogger("tensorlift")
+
+
+def publish(seed: Seed, registry: Registry, near: Near) -> Published | None:
+    """Announces a seed from now on to its end; None where forks would be sent to it in vain."""
+    if not seed.transports:
+        _log.warning("a seed of %s is not announced: no transport is there", seed.key.model)
+        registry.close()
+        return None
+    made = Published(seed, registry, near)
+    seed.follow(made)
+    return made
 
 
 class Published:
@@ -49,6 +63,10 @@ class Published:
         rate = max(0, sent - self._sent) / max(now - self._at, 0.001)
         self._sent, self._at = sent, now
         return Load(stats["readers"], sent, rate, stats["granted_leases"])
+
+    def problem(self, seconds: float) -> str:
+        """Why it is not announced now; "" where it is. See Saying.problem()."""
+        return self._saying.problem(seconds)
 
     def close(self) -> None:
         """The registry is told, where it is there."""

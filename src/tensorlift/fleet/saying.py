@@ -26,7 +26,7 @@ class Saying:
         self._say, self._what = say, what
         self._state = threading.Condition()
         self._ending, self._news = False, True
-        self._failures = 0
+        self._failures, self._problem = 0, ""
         self.was_heard: bool | None = None
         """The last time; None before the first."""
         self._thread = threading.Thread(target=self._stay, name="tensorlift-registry", daemon=True)
@@ -37,6 +37,13 @@ class Saying:
         with self._state:
             self._news = True
             self._state.notify_all()
+
+    def problem(self, seconds: float) -> str:
+        """Why it was not heard the last time; "" where it was. The first time is waited for so long."""
+        with self._state:
+            if not self._state.wait_for(lambda: self.was_heard is not None, seconds):
+                return f"there is no answer in {seconds:g} s"
+            return self._problem
 
     def close(self) -> None:
         """Nothing more is said. Waits for what is being said."""
@@ -54,12 +61,14 @@ class Saying:
                 rest = min(_FIRST_BACKOFF * 2**self._failures, _LAST_BACKOFF)
                 if not self._failures:
                     _log.warning("%s: %s; this is tried again", self._what, error)
-                self._failures = min(self._failures + 1, 10)
+                self._failures, self._problem = min(self._failures + 1, 10), str(error)
             else:
                 if self._failures:
                     _log.warning("%s: it is heard again", self._what)
-                self._failures = 0
-            self.was_heard = not self._failures
+                self._failures, self._problem = 0, ""
+            with self._state:
+                self.was_heard = not self._failures
+                self._state.notify_all()
             # So that those who were begun together do not speak together for ever.
             rest *= random.uniform(0.8, 1.0)
 

@@ -6,36 +6,33 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from tensorlift.engine.abi_fork import Places
 from tensorlift.errors import ForkError, OptionError, RequestError, SeedError
 from tensorlift.forking.chunks import DIGESTS, ChunkQueue
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
-from tensorlift.forking.fabrics import wired
 from tensorlift.forking.fallback import FILES, Fallback
-from tensorlift.forking.keys import checked_key, checked_token, told_key
-from tensorlift.forking.manifest import Layout, Manifest, ModelKey, differences
+from tensorlift.forking.keys import checked_key, checked_token
+from tensorlift.forking.manifest import Manifest, ModelKey
 from tensorlift.forking.matching import Errand, copies_of, errands
-from tensorlift.forking.nics import chosen
-from tensorlift.forking.offering import Offering, gpu_of, named_tensors, offer, settle
+from tensorlift.forking.offering import gpu_of, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source
-from tensorlift.forking.throttle import parse_limit
-from tensorlift.forking.transports import FORKED, check_transports
+from tensorlift.forking.suitable import Wanted, sources_of
+from tensorlift.forking.transports import FORKED
+from tensorlift.forking.ways import ways_of
 from tensorlift.forking.whole import unlike
 from tensorlift.format.quoting import plural
 from tensorlift.options import parse_count, parse_seconds, parse_size
 from tensorlift.progress import Report, SourceReport, by_source
 
-__all__ = ["Forked", "alike", "fork_into"]
+__all__ = ["Forked", "fork_into"]
 
 # Large enough that asking costs nothing, small enough that a lost one is no loss.
 _CHUNK_BYTES = 16 << 20
 # To one seed, each a thread there and here: more bring nothing.
 _MOST_CONNECTIONS = 64
-_UNLIKE = "it has other weights than the first seed, or has them in other regions"
-_UNNAMED = ', or neither says a version: give seeds of the same weights the same weights=, such as "v1"'
 # Weights that change faster than they can be read are no source.
 _ATTEMPTS = 5
 
@@ -116,20 +113,20 @@ def fork_into(
     load_into or the function does; after an error the tensors' contents are undefined.
     """
     begin = time.monotonic()
-    kinds = check_transports(FORKED if transports is None else transports)
     connections, patience, chunk_bytes = _checked(connections, patience, chunk_bytes, digests)
     ours = offer(named := named_tensors(model))
     secret, wanted = checked_token(token), None if key is None else checked_key(key)
-    nics = chosen(devices, kinds, 0 if wanted is None else wanted.tp[0], gpu_of(named), protocol)
-    rate = parse_limit(limit, "limit", lambda: nics.rate, f"a fork's share is of its NICs: {nics.reason}")
+    rank = 0 if wanted is None else wanted.tp[0]
+    asked = FORKED if transports is None else transports
+    kinds, wiring, rate = ways_of(asked, devices, protocol, limit, rank=rank, gpu=gpu_of(named))
     find = _finder(urls, lambda url: SeedClient(url, secret, patience, ca))
     files = None if fallback is None else Fallback(fallback, model, named, ours)
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
     settle(named)
     fork = _Fork(
-        find, _Wanted(wanted, ours, kinds, part_of, digests != "off"), chunk_bytes, by_source(progress),
+        find, Wanted(wanted, ours, kinds, part_of, digests != "off"), chunk_bytes, by_source(progress),
         lambda work, sources: Reader(
-            work, sources, secret, connections, patience, digests, kinds, wired(nics.names, protocol), rate
+            work, sources, secret, connections, patience, digests, kinds, wiring, rate
         ),
     )  # fmt: skip
     (taken, weights), came, own = _filled(fork, files)
@@ -184,23 +181,13 @@ def _filled(
             raise problem from error
 
 
-class _Wanted(NamedTuple):
-    """What a seed has to have, and how it has to be reached."""
-
-    key: ModelKey | None
-    ours: Offering
-    kinds: Sequence[str]
-    part_of: Mapping[str, Manifest] | None
-    digests: bool
-
-
 class _Fork:
     """The attempts of one fork at its seeds, and what has come of them."""
 
     def __init__(
         self,
         find: _Clients,
-        wanted: _Wanted,
+        wanted: Wanted,
         chunk_bytes: int,
         progress: SourceReport | None,
         reader: Callable[[Sequence[Errand], Sequence[Source]], Reader],
@@ -229,7 +216,7 @@ class _Fork:
         attempts = _ATTEMPTS if part_of is None else 1
         for _ in range(attempts):
             begin = time.monotonic()
-            sources = _sources(clients, self._wanted, self.left)
+            sources = sources_of(clients, self._wanted, self.left)
             manifest = sources[0].manifest
             copies = copies_of(manifest.tensors, ours.tensors, ours.memories)
             self._work = errands(copies, self._chunk_bytes)
@@ -305,96 +292,3 @@ def _incomplete(lacking: int, total: int, sources: Sequence[Source]) -> ForkErro
     waits = [source.retry_seconds for source in sources if source.retry_seconds is not None]
     # Nothing is wrong with seeds that have no room now.
     return SeedError(text, min(waits)) if len(waits) == len(sources) else ForkError(text)
-
-
-def _sources(clients: Sequence[SeedClient], wanted: _Wanted, left: dict[str, str]) -> list[Source]:
-    """The seeds that offer what is wanted, in the same regions; raises why there is none."""
-    layouts = [Layout(one.name, one.dtype, one.shape, one.stride) for one in wanted.ours.tensors]
-
-    def look(client: SeedClient) -> Manifest:
-        manifest = client.manifest() if wanted.part_of is None else _same(client, wanted.part_of[client.url])
-        _check(client, manifest, wanted, layouts)
-        return manifest
-
-    return alike(clients, wanted.key, look, left)
-
-
-def alike(
-    clients: Sequence[SeedClient],
-    key: ModelKey | None,
-    look: Callable[[SeedClient], Manifest],
-    left: dict[str, str],
-) -> list[Source]:
-    """The seeds of which ``look`` finds the same as of the first one; the others are ``left``.
-
-    key: of the seeds behind these. Raises why there is none.
-    """
-    found: list[Source] = []
-    problems: list[ForkError] = []
-    for client in clients:
-        try:
-            if key is not None:
-                client = client.peer(key)
-            source = Source(client, look(client))
-        except ForkError as error:
-            problems.append(error)
-            left[client.url] = str(error).removeprefix(client.url).lstrip(": ")
-            continue
-        if found and not _alike(found[0].manifest, source.manifest):
-            left[source.name] = _UNLIKE + (_UNNAMED if not source.manifest.weights else "")
-        else:
-            left.pop(source.name, None)
-            found.append(source)
-    if not found:
-        raise _none_of(problems)
-    return found
-
-
-def _none_of(problems: Sequence[ForkError]) -> ForkError:
-    """What to raise where no seed can be read, for these reasons."""
-    if len(problems) == 1:
-        return problems[0]
-    kind = SeedError if all(isinstance(problem, SeedError) for problem in problems) else ForkError
-    return kind(f"none of {len(problems)} seeds can be read: " + "; ".join(map(str, problems)))
-
-
-def _same(client: SeedClient, seen: Manifest) -> Manifest:
-    """What was seen, if it is so still."""
-    now = client.state()
-    if (now.instance, now.epoch) != (seen.instance, seen.epoch):
-        raise ForkError(
-            f"{client.url}: the weights have changed, or it is another instance, since they were looked at; "
-            "begin again"
-        )
-    return seen
-
-
-def _check(client: SeedClient, manifest: Manifest, wanted: _Wanted, layouts: Sequence[Layout]) -> None:
-    if wanted.key is not None and manifest.key != wanted.key:
-        raise ForkError(
-            f"{client.url} has {told_key(manifest.key)}, wanted is {told_key(wanted.key)}; name a seed of "
-            "the same model and ranks"
-        )
-    if unlike := differences(manifest, layouts, part=wanted.part_of is not None):
-        raise ForkError(
-            f"{client.url} has other weights than the model here: "
-            + "; ".join(unlike)
-            + "; make it as the seed's was made: the same configuration and dtype, in the same state "
-            "(before or after processing), and the module itself, not its state_dict()"
-        )
-    if not any(offer.kind in wanted.kinds for offer in manifest.transports):
-        off = "".join(f"; {kind} is off there: {why}" for kind, why in manifest.off.items())
-        raise ForkError(
-            f"{client.url} offers no transport that this fork takes: {', '.join(wanted.kinds)}{off}"
-        )
-
-
-def _alike(one: Manifest, other: Manifest) -> bool:
-    if not one.weights and one.instance != other.instance:
-        return False  # of weights without a version nobody says that they are the same
-    return (one.key, one.weights, one.regions, one.tensors) == (
-        other.key,
-        other.weights,
-        other.regions,
-        other.tensors,
-    )

@@ -13,6 +13,7 @@ import math
 import os
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,9 @@ import torch
 from tensorlift.errors import ForkError, ManifestError, OptionError, OutOfMemoryError, RequestError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
-from tensorlift.forking.fork import alike, fork_into
+from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import SPLITS, Manifest, ModelKey, Tensor
+from tensorlift.forking.suitable import alike, check_key
 from tensorlift.forking.tokens import TOKEN_VARIABLE, token_of
 from tensorlift.forking.urls import split_url
 from tensorlift.format import dtypes
@@ -83,8 +85,8 @@ def check_options(path: object, **given: object) -> None:
         wrong.append("verify" if given.get("verify") is not None else LoadOptions.variable("verify"))
     if wrong:
         raise OptionError(
-            f"{', '.join(wrong)}: not for {clean(without_secrets(str(path)))}, which is a seed and no file; leave it out "
-            "(what comes from a seed is compared with digests always)"
+            f"{', '.join(wrong)}: not for {clean(without_secrets(str(path)))}, which is a seed and no file; "
+            "leave it out (what comes from a seed is compared with digests always)"
         )
 
 
@@ -98,10 +100,13 @@ class SeedCheckpoint(Checkpoint):
         *,
         ca: Ca | None = None,
         as_it_is: bool = False,
+        key: ModelKey | None = None,
+        **ways: Any,
     ) -> None:
         """Asks the seed, or several of the same weights. ``token``: TENSORLIFT_TOKEN where it is None.
         ``ca``: whom one under TLS is trusted by, else whom the system trusts (and SSL_CERT_FILE).
-        ``as_it_is``: also for what is no whole checkpoint.
+        ``as_it_is``: also for what is no whole checkpoint. ``key``: which weights are wanted, of these seeds
+        or of others behind their URLs. ``ways``: transports, devices, protocol, limit: see fork_into().
 
         Raises RequestError for what is no such URL, SeedError, ManifestError, and ForkError where the seed
         has another model, or weights that are not those of a checkpoint; of several the others go on.
@@ -111,16 +116,18 @@ class SeedCheckpoint(Checkpoint):
         named = {SeedClient(_parsed(url)[0], token, ca=ca): url for url in urls}
 
         def look(client: SeedClient) -> Manifest:
-            found, url = client.manifest(), named[client]
-            _check_is_wanted(found.key, url, as_it_is)
+            found = client.manifest()
+            check_key(client, found, key)
+            _check_is_wanted(found.key, named.get(client) or source_of(client.url), as_it_is)
             return found
 
         self.left: dict[str, str] = {}
         """Seeds that are not read any more, by URL, and why."""
-        seeds = alike(list(named), None, look, self.left)
+        seeds = alike(list(named), key, look, self.left)
         self._seen = {seed.name: seed.manifest for seed in seeds}
-        self.client, self.token, self._ca = seeds[0].client, token, ca
-        self.manifest, url = seeds[0].manifest, named[seeds[0].client]
+        self.client, self.token, self._ca, self._ways = seeds[0].client, token, ca, ways
+        self.manifest = seeds[0].manifest
+        url = named.get(self.client) or source_of(self.client.url)
         self._came: dict[str, int] = {}
         self._coming: Mapping[str, int] = {}
         header = _header(self.manifest, url)
@@ -207,8 +214,9 @@ class SeedCheckpoint(Checkpoint):
 
         asked = [url for url in self._seen if url not in self.left]
         came = fork_into(
-            tensors, asked, token=self.token or None, ca=self._ca, part_of=self._seen, progress=tell
-        )
+            tensors, asked, token=self.token or None, ca=self._ca, part_of=self._seen, progress=tell,
+            **self._ways,
+        )  # fmt: skip
         self._coming = came.by_source
         self._came, self._coming = self.by_source, {}
         gone = dict(text.split(": ", 1) for text in came.left)
@@ -231,10 +239,10 @@ def _parsed(url: str) -> tuple[str, str]:
         place = None
     if place is None or "@" in address or {*"?#"} & {*model}:
         raise RequestError(
-            f"{quote(without_secrets(url), 300)} is no seed; it looks like tensorlift://host:port/key, under TLS "
-            "tensorlift+https://host:port/key, where the key is quoted as in any URL and may be left out "
-            "('tensorlift fork' takes http://host:port and https://host:port too); a token is given by "
-            f"{TOKEN_VARIABLE}"
+            f"{quote(without_secrets(url), 300)} is no seed; it looks like tensorlift://host:port/key, "
+            "under TLS tensorlift+https://host:port/key, where the key is quoted as in any URL and may be "
+            "left out ('tensorlift fork' takes http://host:port and https://host:port too); a token is "
+            f"given by {TOKEN_VARIABLE}"
         )
     return place.url, urllib.parse.unquote(model)
 

@@ -16,19 +16,16 @@ from tensorlift.errors import OptionError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
-from tensorlift.forking.fabrics import Wiring, wired
 from tensorlift.forking.joining import Joined, front_of
 from tensorlift.forking.keys import check_host, checked_key, checked_token, checked_weights, told_key
 from tensorlift.forking.leases import Lease, Leases
-from tensorlift.forking.links import link_rate
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Manifest, ModelKey, encode, layout_digest
-from tensorlift.forking.nics import chosen
 from tensorlift.forking.offering import gpu_of, named_tensors, offer, settle
 from tensorlift.forking.ranks import JoinRequest, RankTable
 from tensorlift.forking.sglang_answer import info
-from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.transports import SERVED, Served
+from tensorlift.forking.ways import Ways, ways_of
 from tensorlift.forking.whole import checked_digests, made_digests
 from tensorlift.options import parse_count, parse_seconds
 
@@ -117,11 +114,11 @@ class Seed:
         self._leases = Leases(readers, _LONGEST_LEASE)
         self._changed = threading.Condition()
         kinds = SERVED if transports is None else transports
-        nics = chosen(devices, kinds, self.key.tp[0], gpu_of(self._named), protocol)
-        rate = parse_limit(limit, "limit", lambda: nics.rate or link_rate(host))
+        gpu, rank = gpu_of(self._named), self.key.tp[0]
+        ways = ways_of(kinds, devices, protocol, limit, rank=rank, gpu=gpu, host=host)
         self._http = Listener(host, port, lambda peer: talk(peer, self), _MOST_TALKS, encrypted)
         try:
-            self._served = self._serve(host, rate, kinds, wired(nics.names, protocol))
+            self._served = self._serve(host, ways)
             self._begin(digests, front, join_timeout)
         except BaseException:
             self.close()
@@ -155,10 +152,10 @@ class Seed:
         for follower in self._followers:
             follower.changed()
 
-    def _serve(self, host: str, rate: int | None, transports: Sequence[str], wiring: Wiring) -> Served:
+    def _serve(self, host: str, ways: Ways) -> Served:
         return Served(
-            self._offering.memories, self._is_live, host=host, token=self.token, limit=rate,
-            transports=transports, wiring=wiring, owner=self._named,
+            self._offering.memories, self._is_live, host=host, token=self.token, limit=ways.rate,
+            transports=ways.kinds, wiring=ways.wiring, owner=self._named,
         )  # fmt: skip
 
     @property
