@@ -279,6 +279,28 @@ def test_memory_that_cannot_be_registered_behind_a_beginning(
         assert f"no transport can be had: {why}" in str(left[0])
 
 
+@pytest.mark.parametrize("others", [["tcp"], []])
+def test_a_place_to_read_to_that_cannot_be_registered(world: World, others: list[str]) -> None:
+    """It is the fork's, and no reason to leave the seed where that offers something else."""
+    make, into, kinds = world.make, empty(), ["mooncake", *others]
+
+    def failing(wiring: Any, host: str) -> Any:
+        made = make(wiring, host)
+        made.fails_to_register = lambda memories: host != "127.0.0.2"
+        return made
+
+    one_sided._MAKERS["mooncake"] = failing  # type: ignore[index]
+    with seed(weights(), transports=kinds) as running:
+        why = "not mooncake: no more pages can be pinned"
+        if others:
+            came = fork(running.url, into, transports=kinds)
+            assert is_version(into)
+            assert (came.transports, came.left) == ({running.url: f"tcp; {why}"}, ())
+        else:
+            with pytest.raises(ForkError, match=f"no transport can be had: {why}"):
+                fork(running.url, into)
+
+
 def test_what_an_engine_cannot_revoke_stays_as_long_as_the_engine(world: World) -> None:
     with seed(weights()) as target:
         world.made[0].revokes = False  # type: ignore[misc]

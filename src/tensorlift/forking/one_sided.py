@@ -226,7 +226,11 @@ class OneSidedConnection(SocketConnection):
             self._leave_room()
             begin = time.monotonic()
             room = _room(max(nbytes, 1))
-            self._shared.fabric.register([_memory(room)])
+            try:
+                self._shared.fabric.register([_memory(room)])
+            except FabricError as error:
+                # Other transports need none.
+                raise NotHereError(str(error)) from None
             self._room = room
             self.registering += time.monotonic() - begin
         return self._room
