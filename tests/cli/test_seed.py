@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -83,34 +82,26 @@ def test_sigterm_is_the_way_to_end_it(written: Written, tmp_path: Path) -> None:
         assert ended(child, signal.SIGTERM) == (0, "")
 
 
-def test_what_it_may_be_read_by(written: Written, tmp_path: Path) -> None:
-    with command("seed", written.path, "--transports", "tcp") as (child, said):
-        assert (said["transports"], said["off"]) == (["tcp"], {})
-        code, _, err = run("fork", said["url"], "--out", tmp_path / "no", "--transports", "shm")
-        assert (code, "offers no transport that this fork takes: shm" in err) == (4, True)
-        given = ("--transports", "shm,tcp", "--limit", "1GB/s")
-        assert run("fork", said["url"], "--out", tmp_path / "out", *given)[0] == 0
-        ended(child, signal.SIGTERM)
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_it_says_whether_it_is_announced(written: Written, is_there: bool) -> None:
-    with serving() if is_there else contextlib.nullcontext() as server:
-        url = server.url if server is not None else nobody()
-        with command("seed", written.path, "--registry", url) as (child, said):
-            assert (said["registry"], said["announced"]) == (url, is_there)
-            if server is None:
-                assert said["why_not"].startswith(f"{url} cannot be reached")
-            else:
-                assert [one.url for one in server._registry.view().seeds] == [said["url"]]
-            ended(child, signal.SIGTERM)
-
-
 def test_two_seeds_of_one_checkpoint_are_one_version(written: Written, tmp_path: Path) -> None:
-    with command("seed", written.path) as (one, first), command("seed", written.path) as (other, second):
-        code, out, _ = run("fork", first["url"], second["url"], "--out", tmp_path / "out", "--json")
+    """Of which one is announced, and one says why not; and only one can be read over TCP."""
+    gone = nobody()
+    with (
+        serving() as server,
+        command("seed", written.path, "--transports", "tcp", "--registry", server.url) as (one, first),
+        command("seed", written.path, "--registry", gone, "--transports", "shm") as (other, second),
+    ):
+        assert (first["registry"], first["announced"]) == (server.url, True)
+        assert [one.url for one in server._registry.view().seeds] == [first["url"]]
+        assert (second["registry"], second["announced"]) == (gone, False)
+        assert second["why_not"].startswith(f"{gone} cannot be reached")
+        assert (first["transports"], second["transports"], first["off"]) == (["tcp"], ["shm"], {})
+        urls = (first["url"], second["url"])
+        code, out, _ = run("fork", *urls, "--out", tmp_path / "out", "--json", "--limit", "1GB/s")
         assert (code, json.loads(out)["left"]) == (0, [])
         assert json.loads(out)["weights"].startswith("checkpoint ")
+        code, out, _ = run("fork", *urls, "--out", tmp_path / "tcp", "--json", "--transports", "tcp,memory")
+        assert (code, list(json.loads(out)["by_source"])) == (0, [first["url"]])
+        assert "offers no transport that this fork takes: memory, tcp" in json.loads(out)["left"][0]
         for child in (one, other):
             ended(child, signal.SIGTERM)
 

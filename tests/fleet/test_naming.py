@@ -90,6 +90,20 @@ def test_files_that_are_none(tmp_path: Path, text: str) -> None:
         found(f"file:{path}")
 
 
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, why in (
+        (tmp_path / "pipe", "it is no regular file"),
+        ("/dev/zero", "it is no regular file"),
+        (tmp_path, "Is a directory"),
+        ("a\0b", "embedded null byte"),
+        ("a\ud800b", "surrogates not allowed"),
+        ("", "No such file"),
+    ):
+        with pytest.raises(SeedError, match=f"cannot be read: .*{why}"):
+            found(f"file:{path}")
+
+
 def test_a_file_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "_LONGEST_FILE", 10)
     (tmp_path / "seeds").write_text(" " * 11)

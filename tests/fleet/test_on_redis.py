@@ -164,16 +164,20 @@ def test_a_redis_where_others_write(on_a_redis: RedisRegistry) -> None:
     base.sadd(on_redis._of("key", KEY), b"\xff\x00", b"junk", announced(3).instance)
     base.set("tensorlift:seed:junk", b"\xff{")
     base.set(f"tensorlift:seed:{announced(3).instance}", msgspec.json.encode({"url": 7}))
-    base.set(f"tensorlift:sent:{announced(1).instance}", b"many")
+    base.set(f"tensorlift:sent:{announced(1).instance}", b"9" * 5000)
     base.set("tensorlift:fork:x", b"[]")
     base.hset("tensorlift:ended", b"x", 3)
+    base.hset("tensorlift:ended", msgspec.json.encode((KEY, "done")), b"many")
     base.lpush("tensorlift:recent", b"{")
-    assert on_a_redis.view() == View([announced(1)], [], {}, [])
+    assert on_a_redis.view() == View([announced(1)], [], {(KEY, "done"): 0}, [])
     base.delete(f"tensorlift:sent:{announced(1).instance}")
     assert on_a_redis.candidates(KEY, Near(), 9) == [announced(1).url]
     evil = msgspec.structs.replace(announced(4), url="http://evil.example:80")
     base.set(f"tensorlift:seed:{evil.instance}", msgspec.json.encode(evil))
     base.sadd(on_redis._of("key", KEY), evil.instance)
+    # It is no reason to do without the others.
+    assert on_a_redis.candidates(KEY, Near(), 9) == [announced(1).url]
+    on_a_redis.withdraw(announced(1).instance)
     with pytest.raises(SeedError, match=r"names a seed that is not gone to: 'evil.example' is a name"):
         on_a_redis.candidates(KEY, Near(), 9)
     base.delete(on_redis._of("key", KEY))

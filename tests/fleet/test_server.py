@@ -207,8 +207,10 @@ def test_a_fork_is_sent_to_no_other_place(monkeypatch: pytest.MonkeyPatch) -> No
         client = RegistryClient(server.url)
         for url in ("http://evil.example:80", "http://10.0.0.5", "nonsense"):
             monkeypatch.setattr(server._registry, "candidates", lambda *_, url=url: [url])
-            with pytest.raises(SeedError, match="names a seed that is not gone to"):
+            with pytest.raises(SeedError, match=f"^{server.url}: it names a seed that is not gone to"):
                 client.candidates(KEY, Near())
+        monkeypatch.setattr(server._registry, "candidates", lambda *_: ["nonsense", "http://10.0.0.5:1"])
+        assert client.candidates(KEY, Near(), 9) == ["http://10.0.0.5:1"]
 
 
 def test_under_tls(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ def test_urls() -> None:
         "host:1",
         "http://h",
         "http://h:0x",
+        "http://h:0",
         "http://h:1/x",
         "http://h:1?x",
         "http://h:1#x",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -23,13 +23,28 @@ from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.urls import followed, split_url
 from tensorlift.format.quoting import clean
 
-__all__ = ["RegistryClient", "front_of"]
+__all__ = ["RegistryClient", "front_of", "gone_to"]
 
 
 def front_of(registry: str, seed: str) -> str:
     """A registry's URL as urls.py wants it to judge a seed that it names: under TLS none without."""
     place = split_url(registry)
     return registry if place.scheme == "https" else place._replace(scheme=split_url(seed).scheme).url
+
+
+def gone_to(urls: Iterable[str], registry: str) -> dict[str, str]:
+    """Where a fork goes for each of the URLs that a registry names, without those that it goes nowhere for:
+    see urls.followed(). Raises SeedError where these are all.
+    """
+    found, problem = dict[str, str](), ""
+    for url in urls:
+        try:
+            found[url] = followed(url, front_of(registry, url))
+        except RequestError as error:
+            problem = f"it names a seed that is not gone to: {clean(str(error))}"
+    if problem and not found:
+        raise SeedError(problem)
+    return found
 
 
 class RegistryClient(HttpClient):
@@ -60,18 +75,18 @@ class RegistryClient(HttpClient):
     def candidates(
         self, key: ModelKey, near: Near, count: int = 1, without: Collection[str] = ()
     ) -> list[str]:
-        """See Registry. A fork is sent to no URL that a registry may not name: see urls.followed()."""
+        """See Registry."""
         # The registry knows a seed that listens on all addresses by another URL than a fork goes to.
         named = [name for name, url in list(self._named_as.items()) if url in without]
         wanted = Wanted(key, near, count, tuple([*without, *named][-MOST_WITHOUT:]))
         asked = msgspec.json.encode(wanted)
         found = self.decoded(self.ask("POST", "/v1/candidates", asked), Candidates)
         try:
-            gone_to = {url: followed(url, front_of(self.url, url)) for url in found.urls[:count]}
-        except RequestError as error:
-            raise SeedError(f"{self.url} names a seed that is not gone to: {clean(str(error))}") from None
-        self._named_as.update({url: to for url, to in gone_to.items() if url != to})
-        return list(gone_to.values())
+            where = gone_to(found.urls[:count], self.url)
+        except SeedError as error:
+            raise SeedError(f"{self.url}: {error}") from None
+        self._named_as.update({url: to for url, to in where.items() if url != to})
+        return list(where.values())
 
     def report(self, fork: ForkReport) -> float:
         """See Registry."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import stat
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated
 
@@ -91,6 +92,11 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     seeds: list[str | Listed]
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    """Opening a named pipe would wait for a writer."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
 class _File:
     def __init__(self, path: str) -> None:
         self._path = path
@@ -99,14 +105,17 @@ class _File:
     def read(self) -> list[Listed]:
         where = f"the list of seeds {quote(self._path, 300)}"
         try:
-            with open(self._path, "rb") as opened:
+            with open(self._path, "rb", opener=_without_waiting) as opened:
                 facts = os.fstat(opened.fileno())
+                if not stat.S_ISREG(facts.st_mode):
+                    raise OSError("it is no regular file")
                 tag = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
                 if self._seen is not None and self._seen[0] == tag:
                     return self._seen[1]
                 text = opened.read(_LONGEST_FILE + 1)
-        except OSError as error:
-            raise SeedError(f"{where} cannot be read: {error.strerror or error}") from None
+        except (OSError, ValueError) as error:  # ValueError: of a name that no file has
+            why = getattr(error, "strerror", None) or clean(str(error))
+            raise SeedError(f"{where} cannot be read: {why}") from None
         if len(text) > _LONGEST_FILE:
             raise SeedError(
                 f"{where} has more than {_LONGEST_FILE:,} bytes; expected a list of seeds in JSON"

@@ -26,7 +26,7 @@ import redis
 
 from tensorlift.errors import RequestError, SeedError
 from tensorlift.fleet.choosing import Seen, chosen
-from tensorlift.fleet.client import front_of
+from tensorlift.fleet.client import front_of, gone_to
 from tensorlift.fleet.contract import (
     LEASE_SECONDS,
     SENT_SECONDS,
@@ -40,7 +40,7 @@ from tensorlift.fleet.contract import (
 )
 from tensorlift.forking.keys import told_key
 from tensorlift.forking.manifest import ModelKey
-from tensorlift.forking.urls import Place, followed, placed, split_url
+from tensorlift.forking.urls import Place, placed, split_url
 from tensorlift.format.quoting import clean
 
 __all__ = ["RedisRegistry"]
@@ -78,6 +78,7 @@ class RedisRegistry:
         place = Place(parts.scheme, self._host, self._port)
         self.url = f"unix://{parts.path}" if parts.scheme == "unix" else place.url
         """Without who asks, and his password."""
+        self._front = place._replace(scheme="http").url
 
     @contextmanager
     def _asking(self) -> Iterator[Any]:
@@ -97,16 +98,15 @@ class RedisRegistry:
         check_announcement(seed)
         # Which of its addresses it would be is of interest for one that listens on all.
         seen = self._own_address() if _is_on_all(seed.url) else _NOBODY
-        seed = msgspec.structs.replace(seed, url=placed(seed.url, self._front(seed.url), seen, True))
+        seed = msgspec.structs.replace(
+            seed, url=placed(seed.url, front_of(self._front, seed.url), seen, True)
+        )
         with self._asking() as base, base.pipeline() as many:
             many.set(_P + "seed:" + seed.instance, msgspec.json.encode(seed), px=_LEASE)
             many.sadd(_of("key", seed.key), seed.instance)
             many.pexpire(_of("key", seed.key), _SET)
             many.execute()
         return LEASE_SECONDS
-
-    def _front(self, seed: str) -> str:
-        return front_of(Place("http", self._host, self._port).url, seed)
 
     def _own_address(self) -> str:
         """By which this host is seen from there."""
@@ -148,8 +148,10 @@ class RedisRegistry:
             try:
                 waiting = base.zcount(_of("waiting", key), time.time(), "+inf")
                 seen = self._seen(base, key)
+                where = gone_to([one.url for one in seen], self._front)
+                seen = [one for one in seen if one.url in where]
                 # A fork knows a seed that listens on all addresses by where it went.
-                left = {one.url for one in seen if not {one.url, self._gone_to(one.url)}.isdisjoint(without)}
+                left = {url for url, to in where.items() if not {url, to}.isdisjoint(without)}
                 found = chosen(seen, near, count, left, random.random, waiting)
             except SeedError as error:
                 raise SeedError(f"{self.url}: {told_key(key)}: {error}", error.retry_seconds) from None
@@ -158,16 +160,7 @@ class RedisRegistry:
                     many.incr(_P + "sent:" + one.instance)
                     many.pexpire(_P + "sent:" + one.instance, _SENT)
                 many.execute()
-        try:
-            return [followed(one.url, self._front(one.url)) for one in found]
-        except RequestError as error:
-            raise SeedError(f"{self.url} names a seed that is not gone to: {clean(str(error))}") from None
-
-    def _gone_to(self, url: str) -> str:
-        try:
-            return followed(url, self._front(url))
-        except RequestError:
-            return url
+        return [where[one.url] for one in found]
 
     def _seen(self, base: Any, key: ModelKey) -> list[Seen]:
         instances = [raw.decode("ascii", "replace") for raw in base.smembers(_of("key", key))]
@@ -220,7 +213,7 @@ class RedisRegistry:
             )
             ended, recent = base.hgetall(_P + "ended"), base.lrange(_P + "recent", 0, _RECENT - 1)
         counted = {
-            found: int(times)
+            found: _number(times)
             for raw, times in ended.items()
             if (found := _read(raw, tuple[ModelKey, str])) is not None
         }
@@ -256,7 +249,7 @@ def _read(raw: Any, kind: type[_T]) -> _T | None:
 
 
 def _number(raw: Any) -> int:
-    return int(raw) if raw and raw.isdigit() else 0
+    return int(raw) if raw and raw.isdigit() and len(raw) < 20 else 0
 
 
 def _all_of(raws: Iterable[Any], kind: type[_T]) -> Iterator[_T | None]:

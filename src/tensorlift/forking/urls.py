@@ -34,7 +34,7 @@ def split_url(url: str) -> Place:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    whole = host and host.isprintable() and " " not in host and port is not None
+    whole = host and host.isprintable() and " " not in host and port
     if not whole or parts.scheme not in ("http", "https") or _has_more(parts):
         raise RequestError(
             f"{quote(without_secrets(url))} is no URL of a seed; it looks like http://host:port"
