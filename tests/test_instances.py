@@ -219,7 +219,7 @@ SECRETIVE = [
     "tensorlift://127.0.0.1:9/m?token=geheim",
     "sglang+http://127.0.0.1:9?token=geheim",
     "redis://me:geheim@127.0.0.1:x/0",
-    "redis://127.0.0.1:9/0?passwrod=geheim",
+    "redis://127.0.0.1:9/0?passphrase=geheim",
     "unix:///no/socket?password=geheim",
     "dns://me:geheim@host",
     "ftp://127.0.0.1/?password=geheim",

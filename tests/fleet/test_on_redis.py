@@ -270,11 +270,11 @@ def test_a_redis_behind_a_socket_and_under_tls(tmp_path: Path) -> None:
     "url",
     [
         "redis://me:secret@host:port",
-        "redis://host:1/0?passwrod=secret",
+        "redis://host:1/0?passphrase=secret",
         "redis://host:1/0?db=secret",
         "redis://host:1/0?socket_timeout=secret",
         "rediss://host:1/0?ssl_cert_reqs=secret",
-        "unix:///socket?passwrod=secret",
+        "unix:///socket?passphrase=secret",
     ],
 )
 def test_a_url_that_is_none(url: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from tensorlift.forking.remote import SeedCheckpoint
     from tensorlift.sources.writing import Case
 
-    Told = Callable[[SourceReport | None], SourceReport | None]
-    Take = Callable[[Sequence[str], ModelKey | None, Told], tuple[SeedCheckpoint, Case]]
-
 __all__ = ["command"]
 
 # Of tensors that are forked together: enough that asking costs nothing.
@@ -36,45 +34,50 @@ _TOGETHER_BYTES = 256 << 20
 # As tensorlift.fork().
 _WAIT_SECONDS = 300.0
 
+_URLS = typer.Argument(
+    None,
+    metavar="[URL...]",
+    help="Of a seed, or of several with the same weights: http(s)://host:port, or "
+    "tensorlift://host:port/key to be sure which.",
+)
+_CA = typer.Option(
+    None, metavar="FILE", help="Certificates (PEM) that a seed under TLS is trusted by; else the system's."
+)
+_REGISTRY = typer.Option(
+    None,
+    metavar="REGISTRY",
+    help="Instead of a URL, who knows seeds: http(s)://host:port, redis://host:port, file:/path.json, "
+    "dns://name:port.",
+)
+_KEY = typer.Option(
+    None,
+    metavar="MODEL",
+    help="What a registry is asked for: the name of a model, or a whole key as JSON, such as "
+    '{"model": "org/model", "tp": [0, 2]}.',
+)
+_WAIT = typer.Option(
+    _WAIT_SECONDS, metavar="SECONDS", help="How long one with room is waited for, of a registry."
+)
+_LIMIT = typer.Option(
+    None, metavar="RATE", help='The most that it reads: "2GB/s", or "25%" of its NICs; else all.'
+)
+
 
 @guarded
 def command(
-    urls: list[str] | None = typer.Argument(
-        None,
-        metavar="[URL...]",
-        help="Of a seed, or of several with the same weights: http(s)://host:port, or "
-        "tensorlift://host:port/key to be sure which.",
-    ),
+    urls: list[str] | None = _URLS,
     out: Path = typer.Option(..., metavar="DIR", help="The folder to write to; made if it is not there."),
     token_file: str | None = TOKEN_FILE,
-    ca: Path | None = typer.Option(
-        None,
-        metavar="FILE",
-        help="Certificates (PEM) that a seed under TLS is trusted by; else the system's.",
-    ),
-    registry: str | None = typer.Option(
-        None,
-        metavar="REGISTRY",
-        help="Instead of a URL, who knows seeds: http(s)://host:port, redis://host:port, file:/path.json, "
-        "dns://name:port.",
-    ),
-    key: str | None = typer.Option(
-        None,
-        metavar="MODEL",
-        help="What a registry is asked for: the name of a model, or a whole key as JSON, such as "
-        '{"model": "org/model", "tp": [0, 2]}.',
-    ),
+    ca: Path | None = _CA,
+    registry: str | None = _REGISTRY,
+    key: str | None = _KEY,
     place: str | None = PLACE,
     seeds: int = typer.Option(1, help="How many seeds of a registry are read at once."),
-    wait: float = typer.Option(
-        _WAIT_SECONDS, metavar="SECONDS", help="How long one with room is waited for, of a registry."
-    ),
+    wait: float = _WAIT,
     transports: list[str] | None = TRANSPORTS,
     devices: list[str] | None = DEVICES,
     protocol: str = PROTOCOL,
-    limit: str | None = typer.Option(
-        None, metavar="RATE", help='The most that it reads: "2GB/s", or "25%" of its NICs; else all.'
-    ),
+    limit: str | None = _LIMIT,
     force: bool = typer.Option(False, "--force", help="Replace a checkpoint that is there."),
     progress: bool | None = PROGRESS,
     as_json: bool = AS_JSON,
@@ -86,7 +89,6 @@ def command(
         raise OptionError("--key, --place, --seeds and --wait are for --registry, and none is given")
     token = token_of(token_file)
     with at_once():
-        from tensorlift.forking.remote import SeedCheckpoint, source_of
         from tensorlift.forking.transports import FORKED
         from tensorlift.forking.ways import ways_of
 
@@ -97,21 +99,12 @@ def command(
     # What can be wrong with them, before anybody is asked.
     ways_of(**ways)
     begin = time.perf_counter()
-    left: dict[str, str] = {}
-
-    def take(found: Sequence[str], wanted: ModelKey | None, tell_of: Told) -> tuple[SeedCheckpoint, Case]:
-        seed = SeedCheckpoint(
-            [source_of(url) for url in found], token, ca=ca, as_it_is=True, key=wanted, **ways
-        )
-        what = f"from {len(found)} seeds" if len(found) > 1 else f"from {seed.client.url}"
-        with told(progress, what) as bar, reporter(bar) as report:
-            return seed, _written(seed, out, tell_of(by_source(report)), keep=not force)
-
+    taking, left = _Taking(out, not force, token, ca, progress, ways), dict[str, str]()
     if registry is None:
-        seed, case = take(urls or (), None, lambda report: report)
+        seed, case = taking.all_of(urls or ())
     else:
         with _asked(registry, key, token, ca, place, seeds, wait) as asked:
-            seed, case = _of_whom_it_names(asked, take, left)
+            seed, case = _of_whom_it_names(asked, taking, left)
     left |= seed.left
     _print(
         {
@@ -129,13 +122,38 @@ def command(
     )
 
 
-def _of_whom_it_names(asked: Asked, take: Take, left: dict[str, str]) -> tuple[SeedCheckpoint, Case]:
+@dataclass(frozen=True)
+class _Taking:
+    """How all tensors of some seeds become files."""
+
+    out: Path
+    keep: bool
+    token: str
+    ca: Path | None
+    progress: bool | None
+    ways: dict[str, Any]
+
+    def all_of(
+        self, urls: Sequence[str], key: ModelKey | None = None, asked: Asked | None = None
+    ) -> tuple[SeedCheckpoint, Case]:
+        """From these seeds, whole or not at all; ``asked`` is told how far it is. Raises ForkError."""
+        from tensorlift.forking.remote import SeedCheckpoint, source_of
+
+        sources = [source_of(url) for url in urls]
+        seed = SeedCheckpoint(sources, self.token, ca=self.ca, as_it_is=True, key=key, **self.ways)
+        what = f"from {len(urls)} seeds" if len(urls) > 1 else f"from {seed.client.url}"
+        with told(self.progress, what) as bar, reporter(bar) as report:
+            tell = by_source(report) if asked is None else asked.progress(by_source(report))
+            return seed, _written(seed, self.out, tell, self.keep)
+
+
+def _of_whom_it_names(asked: Asked, taking: _Taking, left: dict[str, str]) -> tuple[SeedCheckpoint, Case]:
     """Of the first seeds that a registry names and that bring all; who does not is ``left``."""
     error: ForkError | None = None
     while True:
         found = asked.seeds(error)
         try:
-            return take(found, asked.key, asked.progress)
+            return taking.all_of(found, asked.key, asked)
         except ForkError as problem:
             error = problem
             left |= {url: str(problem).removeprefix(url).lstrip(": ") for url in found}

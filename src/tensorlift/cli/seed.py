@@ -44,6 +44,21 @@ __all__ = ["command"]
 # A little more than a registry has for its answer.
 _ANNOUNCING_SECONDS = 6.0
 
+_LIMIT = typer.Option(
+    None, metavar="RATE", help='The most that it sends: "2GB/s", or "25%" of its network; else all.'
+)
+_KEY = typer.Option(
+    None, metavar="MODEL", help="What the model is called; without it, as its folder or its Hub id."
+)
+_REGISTRY = typer.Option(
+    None, metavar="REGISTRY", help="Where it announces itself: http(s)://host:port, redis://host:port."
+)
+_REGISTRY_CA = typer.Option(
+    None,
+    metavar="FILE",
+    help="Certificates (PEM) that a registry under TLS is trusted by; else the system's.",
+)
+
 
 @guarded
 def command(
@@ -54,26 +69,14 @@ def command(
     insecure: bool = INSECURE,
     tls_cert: str | None = TLS_CERT,
     tls_key: str | None = TLS_KEY,
-    limit: str | None = typer.Option(
-        None,
-        metavar="RATE",
-        help='The most that it sends: "2GB/s", or "25%" of its network; else all.',
-    ),
+    limit: str | None = _LIMIT,
     readers: int = typer.Option(8, min=1, help="The most forks at once."),
     transports: list[str] | None = TRANSPORTS,
     devices: list[str] | None = DEVICES,
     protocol: str = PROTOCOL,
-    key: str | None = typer.Option(
-        None, metavar="MODEL", help="What the model is called; without it, as its folder or its Hub id."
-    ),
-    registry: str | None = typer.Option(
-        None, metavar="REGISTRY", help="Where it announces itself: http(s)://host:port, redis://host:port."
-    ),
-    registry_ca: Path | None = typer.Option(
-        None,
-        metavar="FILE",
-        help="Certificates (PEM) that a registry under TLS is trusted by; else the system's.",
-    ),
+    key: str | None = _KEY,
+    registry: str | None = _REGISTRY,
+    registry_ca: Path | None = _REGISTRY_CA,
     place: str | None = PLACE,
     progress: bool | None = PROGRESS,
     as_json: bool = AS_JSON,
