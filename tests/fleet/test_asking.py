@@ -19,6 +19,7 @@ from support.waiting import until, when
 from tensorlift.errors import ForkError, OptionError, SeedError
 from tensorlift.fleet import asking, saying, table
 from tensorlift.fleet.contract import Load, near_of
+from tensorlift.fleet.naming import registry_of
 from tensorlift.fleet.server import RegistryServer
 from tensorlift.forking.manifest import ModelKey
 
@@ -148,6 +149,19 @@ def test_weights_that_nobody_has(server: RegistryServer, tmp_path: Path) -> None
             forked(server.url, key="other")
         save_file(weights(), tmp_path / "model.safetensors")
         assert forked(server.url, key="other", fallback=tmp_path).by_source == {"files": NBYTES}
+
+
+def test_of_several_keys_the_next_where_nobody_has_one(server: RegistryServer) -> None:
+    """A seed that failed for one key may do for the next; without any there is one reason, not one a key."""
+    wanted = [ModelKey(model="other"), KEY]
+    with (
+        seeding(server) as seed,
+        asking.Asked(registry_of(server.url), wanted, near_of(), 1, 5.0) as asked,
+    ):
+        assert (asked.seeds(), asked.key) == ((seed.url,), KEY)
+        with pytest.raises(SeedError, match="it knows no other than the 1 seed that failed") as none:
+            asked.seeds(ForkError("it failed"))
+    assert str(none.value).count("it knows no") == 1
 
 
 def test_other_weights_than_the_model_here(server: RegistryServer) -> None:

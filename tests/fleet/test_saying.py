@@ -78,3 +78,18 @@ def test_a_rest_has_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Saying(endless, "a")
     until(lambda: endless.times >= 1)
     one.close()
+
+
+def test_why_it_was_not_heard() -> None:
+    gate = threading.Event()
+
+    def say() -> float:
+        gate.wait()
+        raise SeedError("nobody is there")
+
+    one, other = Saying(say, "a"), Saying(Told(600.0), "b")
+    assert one.problem(0.01) == "there is no answer in 0.01 s"
+    gate.set()
+    assert (one.problem(60), other.problem(60)) == ("nobody is there", "")
+    one.close()
+    other.close()
