@@ -231,7 +231,7 @@ def test_no_secret_of_a_url_is_shown(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Wherever a URL can be given: in no error, nor behind one, nor in a log."""
-    monkeypatch.setattr("tensorlift.fleet.asking._DOWN_SECONDS", 0.05)
+    monkeypatch.setattr("tensorlift.fleet.finding_seeds._DOWN_SECONDS", 0.05)
     made = {"a": torch.zeros(1)}
     given: list[Callable[[], object]] = [
         lambda: tensorlift.load(url),

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tensorlift.errors import OptionError
-from tensorlift.fleet.asking import Asked
+from tensorlift.fleet.announcing import announce
 from tensorlift.fleet.contract import MOST_CANDIDATES, near_of
+from tensorlift.fleet.finding_seeds import SeedFinder
 from tensorlift.fleet.naming import FORMS, registry_of
-from tensorlift.fleet.publishing import publish
 from tensorlift.forking.fork import Forked, fork_into
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import ModelKey
@@ -53,7 +53,7 @@ def seed(
     known = None if registry is None else registry_of(registry, checked_token(token), registry_ca)
     made = Seed(model, key, host=host, port=port, token=token, limit=limit, **options)
     if known is not None:
-        publish(made, known, near)
+        announce(made, known, near)
     return made
 
 
@@ -101,7 +101,7 @@ def fork(
         count, wanted = parse_count(seeds, "seeds", MOST_CANDIDATES), checked_key(key)
         assert registry is not None
         known = registry_of(registry, checked_token(token), options.get("ca"))
-        with Asked(known, [wanted], near, count, wait) as asked:
+        with SeedFinder(known, [wanted], near, count, wait) as asked:
             told = asked.progress(by_source(report))
             return fork_into(into, asked.seeds, token=token, key=wanted, progress=told, **options)
 

@@ -23,8 +23,8 @@ from support.serving import command
 from support.tensors import assert_state
 from support.waiting import until, when
 from tensorlift.cli.main import app
-from tensorlift.fleet.client import RegistryClient
 from tensorlift.fleet.contract import Near
+from tensorlift.fleet.registry_client import RegistryClient
 from tensorlift.fleet.server import RegistryServer
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.tokens import TOKEN_VARIABLE

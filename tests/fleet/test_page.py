@@ -12,8 +12,8 @@ from support import browser
 from support.registries import KEY, announced, serving
 from support.waiting import until
 from tensorlift.fleet import page as pages
-from tensorlift.fleet.client import RegistryClient
 from tensorlift.fleet.contract import ForkReport, View
+from tensorlift.fleet.registry_client import RegistryClient
 from tensorlift.forking.manifest import ModelKey
 
 EVIL = "<script>document.title='evil'</script><img src=x onerror=\"document.title='evil'\">&amp;'\n\x1b[1m"

@@ -23,8 +23,8 @@ from support import leaks
 from support.registries import KEY, announced, serving
 from tensorlift.errors import OptionError, RequestError, SeedError
 from tensorlift.fleet import server as module
-from tensorlift.fleet.client import RegistryClient
 from tensorlift.fleet.contract import LONGEST_BODY, ForkReport, Load, Near
+from tensorlift.fleet.registry_client import RegistryClient
 from tensorlift.fleet.server import RegistryServer
 
 TOKEN = "töken"

@@ -13,8 +13,8 @@ from support.file_systems import small
 from support.registries import KEY, announced, serving
 from support.serving import command
 from tensorlift.errors import FileError, MachineError, SeedError
-from tensorlift.fleet.client import RegistryClient
 from tensorlift.fleet.contract import ForkReport, Load, Near
+from tensorlift.fleet.registry_client import RegistryClient
 from tensorlift.fleet.store import NotWrittenError, Store
 
 

@@ -22,7 +22,7 @@ from tensorlift.progress import SourceReport, by_source, reporter
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
-    from tensorlift.fleet.asking import Asked
+    from tensorlift.fleet.finding_seeds import SeedFinder
     from tensorlift.forking.manifest import ModelKey
     from tensorlift.forking.remote import SeedCheckpoint
     from tensorlift.sources.writing import Case
@@ -134,7 +134,7 @@ class _Taking:
     ways: dict[str, Any]
 
     def all_of(
-        self, urls: Sequence[str], key: ModelKey | None = None, asked: Asked | None = None
+        self, urls: Sequence[str], key: ModelKey | None = None, asked: SeedFinder | None = None
     ) -> tuple[SeedCheckpoint, Case]:
         """From these seeds, whole or not at all; ``asked`` is told how far it is. Raises ForkError."""
         from tensorlift.forking.remote import SeedCheckpoint, source_of
@@ -147,7 +147,9 @@ class _Taking:
             return seed, _written(seed, self.out, tell, self.keep)
 
 
-def _of_whom_it_names(asked: Asked, taking: _Taking, left: dict[str, str]) -> tuple[SeedCheckpoint, Case]:
+def _of_whom_it_names(
+    asked: SeedFinder, taking: _Taking, left: dict[str, str]
+) -> tuple[SeedCheckpoint, Case]:
     """Of the first seeds that a registry names and that bring all; who does not is ``left``."""
     error: ForkError | None = None
     while True:
@@ -167,10 +169,10 @@ def _asked(
     place: str | None,
     seeds: int,
     wait: float,
-) -> Asked:
+) -> SeedFinder:
     """Raises OptionError, RequestError."""
-    from tensorlift.fleet.asking import Asked
     from tensorlift.fleet.contract import MOST_CANDIDATES, near_of
+    from tensorlift.fleet.finding_seeds import SeedFinder
     from tensorlift.fleet.naming import registry_of
     from tensorlift.options import parse_count, parse_seconds
 
@@ -178,7 +180,7 @@ def _asked(
         raise OptionError("a registry is asked by a key: --key MODEL, as the seed calls it")
     keys, near = _keys(key), near_of(place)
     count, wait = parse_count(seeds, "--seeds", MOST_CANDIDATES), parse_seconds(wait, "--wait")
-    return Asked(registry_of(registry, token, ca), keys, near, count, wait)
+    return SeedFinder(registry_of(registry, token, ca), keys, near, count, wait)
 
 
 def _keys(text: str) -> list[ModelKey]:

@@ -34,8 +34,8 @@ from tensorlift.stats import human_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tensorlift.fleet.client import RegistryClient
     from tensorlift.fleet.on_redis import RedisRegistry
+    from tensorlift.fleet.registry_client import RegistryClient
     from tensorlift.forking.manifest import ModelKey
     from tensorlift.format.checkpoint import Checkpoint
 
@@ -85,8 +85,8 @@ def command(
     token = token_of(token_file)
     tls = tls_context(tls_cert, tls_key)
     with at_once():
+        from tensorlift.fleet.announcing import announce
         from tensorlift.fleet.contract import near_of
-        from tensorlift.fleet.publishing import publish
         from tensorlift.forking.keys import check_host
         from tensorlift.forking.listener import Listener
         from tensorlift.forking.remote import url_of
@@ -115,7 +115,7 @@ def command(
             facts |= {"key": model.model, "transports": seed.transports, "off": seed.off}
             facts |= {"url": seed.url, "source": url_of(seed.url, model.model)}
             if known is not None:
-                made = publish(seed, known, near)
+                made = announce(seed, known, near)
                 why = "no transport is there" if made is None else made.problem(_ANNOUNCING_SECONDS)
                 facts |= {"registry": known.url, "announced": not why, "why_not": why}
             _print(facts, as_json)

@@ -16,7 +16,7 @@ from tensorlift.fleet.choosing import Seen, chosen
 from tensorlift.fleet.contract import LEASE_SECONDS, Announcement, ForkReport, Load, Near
 from tensorlift.forking.keys import told_key
 from tensorlift.forking.manifest import ModelKey
-from tensorlift.forking.urls import Place, split_url
+from tensorlift.forking.urls import Endpoint, split_url
 from tensorlift.format.quoting import clean, plural, quote
 
 __all__ = ["Listed", "Lists", "listed_names", "listed_seeds", "listed_urls"]
@@ -133,7 +133,7 @@ class _File:
         return seeds
 
 
-def listed_names(name: Place) -> Lists:
+def listed_names(name: Endpoint) -> Lists:
     """Of all addresses that a name in DNS has when it is asked for."""
 
     def read() -> list[Listed]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tensorlift.errors import OptionError, RequestError
-from tensorlift.fleet.client import RegistryClient
 from tensorlift.fleet.contract import Registry
 from tensorlift.fleet.lists import listed_names, listed_seeds, listed_urls
+from tensorlift.fleet.registry_client import RegistryClient
 from tensorlift.forking.encryption import Ca
 from tensorlift.forking.urls import split_url
 from tensorlift.format.quoting import quote, without_secrets

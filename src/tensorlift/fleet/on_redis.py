@@ -26,7 +26,6 @@ import redis
 
 from tensorlift.errors import RequestError, SeedError
 from tensorlift.fleet.choosing import Seen, chosen
-from tensorlift.fleet.client import front_of, gone_to
 from tensorlift.fleet.contract import (
     LEASE_SECONDS,
     SENT_SECONDS,
@@ -38,9 +37,10 @@ from tensorlift.fleet.contract import (
     check_announcement,
     check_report,
 )
+from tensorlift.fleet.registry_client import front_of, gone_to
 from tensorlift.forking.keys import told_key
 from tensorlift.forking.manifest import ModelKey
-from tensorlift.forking.urls import Place, placed, split_url
+from tensorlift.forking.urls import Endpoint, placed, split_url
 from tensorlift.format.quoting import clean
 
 __all__ = ["RedisRegistry"]
@@ -75,10 +75,10 @@ class RedisRegistry:
                 "registry is no URL of a Redis, or has options that redis-py does not know: "
                 "redis://[user:password@]host:port/db"
             ) from None
-        place = Place(parts.scheme, self._host, self._port)
-        self.url = f"unix://{parts.path}" if parts.scheme == "unix" else place.url
+        endpoint = Endpoint(parts.scheme, self._host, self._port)
+        self.url = f"unix://{parts.path}" if parts.scheme == "unix" else endpoint.url
         """Without who asks, and his password."""
-        self._front = place._replace(scheme="http").url
+        self._front = endpoint._replace(scheme="http").url
 
     @contextmanager
     def _asking(self) -> Iterator[Any]:

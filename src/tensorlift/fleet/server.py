@@ -40,8 +40,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tensorlift.errors import RequestError, SeedError
-from tensorlift.fleet import metrics, page
-from tensorlift.fleet.client import front_of
+from tensorlift.fleet import page, registry_metrics
 from tensorlift.fleet.contract import (
     LONGEST_BODY,
     Announcement,
@@ -53,11 +52,12 @@ from tensorlift.fleet.contract import (
     View,
     Wanted,
 )
+from tensorlift.fleet.registry_client import front_of
 from tensorlift.fleet.store import NotWrittenError
 from tensorlift.forking.control import RefusedAnswer
 from tensorlift.forking.encryption import Tls, seed_context
 from tensorlift.forking.keys import check_host, checked_token
-from tensorlift.forking.urls import Place, placed
+from tensorlift.forking.urls import Endpoint, placed
 
 __all__ = ["RegistryServer"]
 
@@ -144,12 +144,12 @@ class RegistryServer:
         encrypted = seed_context(tls)
         self._registry = registry
         self._content = _Rendered(lambda: page.content(registry.view()))
-        self._exposed = _Rendered(lambda: metrics.exposition(registry.view()))
+        self._exposed = _Rendered(lambda: registry_metrics.exposition(registry.view()))
         self._socket = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
         )
         address, port = self._socket.getsockname()[:2]
-        self.url = Place("http" if encrypted is None else "https", address, port).url
+        self.url = Endpoint("http" if encrypted is None else "https", address, port).url
         config = uvicorn.Config(
             self._app(), log_config=None, access_log=False, lifespan="off", ws="none", proxy_headers=False,
             server_header=False, http=_Protocol, loop="asyncio", limit_concurrency=_MOST_CONNECTIONS,
@@ -296,8 +296,8 @@ class RegistryServer:
     async def _metrics(self, request: Request) -> Response:
         text = await self._exposed.get()
         if text is None:
-            return Response(metrics.MISSING, 404, media_type="text/plain")
-        return Response(text, headers={"Content-Type": metrics.CONTENT_TYPE})
+            return Response(registry_metrics.MISSING, 404, media_type="text/plain")
+        return Response(text, headers={"Content-Type": registry_metrics.CONTENT_TYPE})
 
 
 async def _body(request: Request) -> bytes:

@@ -79,12 +79,12 @@ class HttpClient:
 
         Raises RequestError for what is no URL of a seed or registry, OptionError.
         """
-        self._place = split_url(url)
-        self.url = self._place.url
+        self._endpoint = split_url(url)
+        self.url = self._endpoint.url
         self._token, self._seconds = token, seconds
         self._named = ""
         self._context: ssl.SSLContext | None = None
-        if self._place.scheme == "https":
+        if self._endpoint.scheme == "https":
             self._context = fork_context(ca)
         elif ca is not None:
             raise OptionError(f"ca is for https://, and {self.url} is read without TLS")
@@ -129,7 +129,7 @@ class HttpClient:
         raise self._refusal(answer.status, found)
 
     def _connection(self, seconds: float) -> http.client.HTTPConnection:
-        _, host, port = self._place
+        _, host, port = self._endpoint
         if self._context is None:
             made = http.client.HTTPConnection(host, port, timeout=seconds)
         else:

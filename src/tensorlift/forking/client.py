@@ -33,7 +33,7 @@ class SeedClient(HttpClient):
         if offer.kind not in _ADDRESSED:
             return offer
         try:
-            return Offer(offer.kind, reached(offer.address, self._place.host))
+            return Offer(offer.kind, reached(offer.address, self._endpoint.host))
         except RequestError as error:
             raise ManifestError(
                 f"{self.url}: the manifest offers {offer.kind} where nobody can be: {error}"

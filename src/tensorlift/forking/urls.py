@@ -9,10 +9,10 @@ from typing import NamedTuple
 from tensorlift.errors import RequestError
 from tensorlift.format.quoting import quote, without_secrets
 
-__all__ = ["Place", "followed", "placed", "reached", "split_url"]
+__all__ = ["Endpoint", "followed", "placed", "reached", "split_url"]
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """Where a seed answers."""
 
     scheme: str
@@ -27,7 +27,7 @@ class Place(NamedTuple):
         return f"{self.scheme}://{host}:{self.port}"
 
 
-def split_url(url: str) -> Place:
+def split_url(url: str) -> Endpoint:
     """Raises RequestError for what is no URL of a seed, and shows no secret of it."""
     try:
         parts = urllib.parse.urlsplit(url)
@@ -41,7 +41,7 @@ def split_url(url: str) -> Place:
         )
     assert host is not None
     assert port is not None
-    return Place(parts.scheme, host, port)
+    return Endpoint(parts.scheme, host, port)
 
 
 def _has_more(parts: urllib.parse.SplitResult) -> bool:
@@ -89,11 +89,11 @@ def followed(url: str, front: str) -> str:
 
 def reached(offered: str, host: str) -> str:
     """The host:port of an offer as whoever has reached its seed at ``host`` finds it; RequestError."""
-    place = split_url(f"http://{offered}")
-    address = _address(place.host)
+    endpoint = split_url(f"http://{offered}")
+    address = _address(endpoint.host)
     if address is None:
         raise RequestError(f"{quote(offered)} is no address")
-    return (place._replace(host=host) if address.is_unspecified else place).url.removeprefix("http://")
+    return (endpoint._replace(host=host) if address.is_unspecified else endpoint).url.removeprefix("http://")
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

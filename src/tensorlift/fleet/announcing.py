@@ -13,23 +13,23 @@ from tensorlift.fleet.contract import Announcement, Load, Near, Registry
 from tensorlift.fleet.saying import Saying
 from tensorlift.forking.seed import Seed
 
-__all__ = ["Published", "publish"]
+__all__ = ["Announced", "announce"]
 
 _log = logging.getLogger("tensorlift")
 
 
-def publish(seed: Seed, registry: Registry, near: Near) -> Published | None:
+def announce(seed: Seed, registry: Registry, near: Near) -> Announced | None:
     """Announces a seed from now on to its end; None where forks would be sent to it in vain."""
     if not seed.transports:
         _log.warning("a seed of %s is not announced: no transport is there", seed.key.model)
         registry.close()
         return None
-    made = Published(seed, registry, near)
+    made = Announced(seed, registry, near)
     seed.follow(made)
     return made
 
 
-class Published:
+class Announced:
     """From its beginning until close() the seed is announced, whenever the registry is there."""
 
     def __init__(self, seed: Seed, registry: Registry, near: Near) -> None:

@@ -28,8 +28,8 @@ __all__ = ["RegistryClient", "front_of", "gone_to"]
 
 def front_of(registry: str, seed: str) -> str:
     """A registry's URL as urls.py wants it to judge a seed that it names: under TLS none without."""
-    place = split_url(registry)
-    return registry if place.scheme == "https" else place._replace(scheme=split_url(seed).scheme).url
+    endpoint = split_url(registry)
+    return registry if endpoint.scheme == "https" else endpoint._replace(scheme=split_url(seed).scheme).url
 
 
 def gone_to(urls: Iterable[str], registry: str) -> dict[str, str]:

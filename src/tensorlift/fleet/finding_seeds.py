@@ -15,7 +15,7 @@ from tensorlift.forking.manifest import ModelKey
 from tensorlift.format.quoting import clean
 from tensorlift.progress import SourceReport
 
-__all__ = ["Asked"]
+__all__ = ["SeedFinder"]
 
 # For a registry that is not there: it may be beginning again.
 _DOWN_SECONDS = 10.0
@@ -25,7 +25,7 @@ _FULL_REST = 1.0
 _LONGEST_REASON = 1000
 
 
-class Asked:
+class SeedFinder:
     """One fork's dealings with a registry. A context manager: what ends with it is told as done or failed."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Asked:
             seconds=time.monotonic() - self._begin, seeds=self._given, reason=reason,
         )  # fmt: skip
 
-    def __enter__(self) -> Asked:
+    def __enter__(self) -> SeedFinder:
         self._saying = Saying(
             lambda: self._registry.report(self._report(self._state)) / 3, "a registry is not told of a fork"
         )

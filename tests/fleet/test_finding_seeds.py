@@ -17,7 +17,7 @@ from support.registries import KEY, announced, serving
 from support.seeds import nobody
 from support.waiting import until, when
 from tensorlift.errors import ForkError, OptionError, SeedError
-from tensorlift.fleet import asking, saying, table
+from tensorlift.fleet import finding_seeds, saying, table
 from tensorlift.fleet.contract import Load, near_of
 from tensorlift.fleet.naming import registry_of
 from tensorlift.fleet.server import RegistryServer
@@ -28,9 +28,9 @@ NBYTES = 8000
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "_DOWN_SECONDS", 0.3)
-    monkeypatch.setattr(asking, "_DOWN_REST", 0.05)
-    monkeypatch.setattr(asking, "_FULL_REST", 0.05)
+    monkeypatch.setattr(finding_seeds, "_DOWN_SECONDS", 0.3)
+    monkeypatch.setattr(finding_seeds, "_DOWN_REST", 0.05)
+    monkeypatch.setattr(finding_seeds, "_FULL_REST", 0.05)
     monkeypatch.setattr(saying, "_SHORTEST_REST", 0.05)
 
 
@@ -156,7 +156,7 @@ def test_of_several_keys_the_next_where_nobody_has_one(server: RegistryServer) -
     wanted = [ModelKey(model="other"), KEY]
     with (
         seeding(server) as seed,
-        asking.Asked(registry_of(server.url), wanted, near_of(), 1, 5.0) as asked,
+        finding_seeds.SeedFinder(registry_of(server.url), wanted, near_of(), 1, 5.0) as asked,
     ):
         assert (asked.seeds(), asked.key) == ((seed.url,), KEY)
         with pytest.raises(SeedError, match="it knows no other than the 1 seed that failed") as none:
@@ -187,7 +187,7 @@ def test_a_registry_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_registry_that_is_begun_again_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "_DOWN_SECONDS", 60)
+    monkeypatch.setattr(finding_seeds, "_DOWN_SECONDS", 60)
     with serving() as first, seeding(first) as seed:
         first.close()
         port = int(first.url.rpartition(":")[2])
