@@ -16,7 +16,6 @@ from support import leaks
 from support.proxies import Dripping
 from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import ForkError, OptionError
-from tensorlift.forking import fork as forks
 from tensorlift.forking import reader
 from tensorlift.forking import seed as seeds
 from tensorlift.forking.chunks import Chunk
@@ -282,8 +281,7 @@ def test_a_share_of_the_nics_rate(monkeypatch: pytest.MonkeyPatch, paced: list[t
         asked.append(given)
         return Choice((Nic("mlx5_3", 50_000_000_000),), "a test")
 
-    monkeypatch.setattr(seeds, "chosen", chosen)
-    monkeypatch.setattr(forks, "chosen", chosen)
+    monkeypatch.setattr("tensorlift.forking.ways.chosen", chosen)
     key = ModelKey(model="m", tp=(3, 4))
     limits = []
     served = seeds.Served
