@@ -26,6 +26,7 @@ __all__ = [
     "parse_rate",
     "parse_seconds",
     "parse_size",
+    "parse_switch",
 ]
 
 # In the order of tl_backend.
@@ -138,7 +139,8 @@ def parse_seconds(value: object, name: str) -> float:
     return float(seconds)
 
 
-def _parse_switch(value: object, name: str) -> bool:
+def parse_switch(value: object, name: str) -> bool:
+    """True or false, or a word for it; ``name`` is what an OptionError calls it."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lower() in _WORDS:
@@ -258,7 +260,7 @@ class LoadOptions:
         "Pinned host memory: the ring, at least two slots, and a page a slot on top. Not used on a CPU.",
     )
     keep_pinned: bool | None = _setting(
-        _parse_switch,
+        parse_switch,
         "true, or false",
         "false",
         "Leave the ring pinned for later loads of this process to the same device, until "

@@ -30,10 +30,10 @@ def test_two_trainings_of_one_model_are_two_versions_and_copies_are_one(tmp_path
     assert one != other
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     assert checkpoint_of(str(tmp_path / "copy"), "main") == one
-    assert is_other(one, other)
-    assert not is_other(one, one)
-    assert not is_other(one, "")
-    assert not is_other("updated 0123, 1", one)
+    assert is_other(one, lambda: other)
+    assert not is_other(one, lambda: one)
+    assert not is_other(one, lambda: "")
+    assert not is_other("updated 0123, 1", lambda: one)
 
 
 @pytest.mark.parametrize("place", [0, 3000, 4091])

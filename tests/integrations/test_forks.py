@@ -110,7 +110,7 @@ def test_a_registry_is_handed_on(monkeypatch, seed):
     seen = {}
     original = tensorlift.fork
 
-    def fork(source, *, registry, **more):
+    def fork(source=None, *, registry=None, **more):
         seen.update(source=source, registry=registry)
         return original(seed.url, **more)
 
@@ -118,8 +118,8 @@ def test_a_registry_is_handed_on(monkeypatch, seed):
     found = Settings(instances=ForkSettings(registry="http://r:1", transports=("tcp",)))
     assert fork_model(found) is not None
     assert seen == {"source": None, "registry": "http://r:1"}
-    monkeypatch.undo()
-    assert fork_model(settings(seed.url, registry="http://r:1")) is not None  # which is for announcing then
+    assert fork_model(settings(seed.url, registry="http://r:1")) is not None
+    assert seen == {"source": [seed.url], "registry": None}  # which is for announcing then
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,25 @@ def test_a_registry_is_handed_on(monkeypatch, seed):
 def test_an_instance_of_another_checkpoint_is_not_ours(caplog, offered, own, comes):
     with tensorlift.seed(State(Model(2.0), "tests").tensors(), key=KEY, weights=offered) as seed:
         assert (fork_model(settings(seed.url), own=lambda: own) is not None) == comes
+        assert (seed.stats()["sent_chunks"] > 0) == comes  # it is asked before it is read
     why = "the instance has checkpoint 1, and the files here are checkpoint 2; loading from files"
     assert (why in caplog.text) != comes
+
+
+def test_another_instance_is_read_where_the_first_is_of_another_checkpoint(caplog):
+    with (
+        tensorlift.seed(State(Model(1.0), "tests").tensors(), key=KEY, weights="checkpoint 1") as other,
+        tensorlift.seed(State(Model(2.0), "tests").tensors(), key=KEY, weights="checkpoint 2") as seed,
+    ):
+        model, _, came = fork_model(settings(other.url, seed.url), own=lambda: "checkpoint 2")
+    assert bool((model.weight == 2).all())
+    assert "the instance has checkpoint 1" in came.left[0]
 
 
 def test_a_registrys_password_is_not_shown(caplog):
     url = "redis://user:HUNTER2@127.0.0.1:1/0?password=HUNTER2"
     for registry in (url, ("http://user:HUNTER2@127.0.0.1:1", "http://user:HUNTER2@[")):
-        found = Settings(instances=ForkSettings(registry=registry, transports=("tcp",)))
+        found = Settings(instances=ForkSettings(registry=registry, transports=("tcp",), wait=0.1))
         assert fork_model(found) is None
         assert "HUNTER2" not in caplog.text + repr(found)
     assert "from the registry redis://127.0.0.1:1: " in caplog.text
@@ -153,7 +164,7 @@ def test_weights_without_a_version_out_of_a_registry_are_of_one_rank_alone(monke
     with tensorlift.seed(State(Model(2.0), "tests").tensors(), key=KEY) as seed:
         original = tensorlift.fork
         monkeypatch.setattr(
-            forks.instances, "fork", lambda _, registry=None, **more: original(seed.url, **more)
+            forks.instances, "fork", lambda source=None, registry=None, **more: original(seed.url, **more)
         )
         for asked, says in ((from_registry, "unnamed of rank 0"), (settings(seed.url), "")):
             _, found = forks._made(Model, lambda: KEY, asked, "tests", None, str)

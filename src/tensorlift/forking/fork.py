@@ -36,7 +36,6 @@ _MOST_CONNECTIONS = 64
 # Weights that change faster than they can be read are no source.
 _ATTEMPTS = 5
 
-
 Find = Callable[[ForkError | None], Sequence[str]]
 """URLs of seeds to read from: at first, and for the error that came of those before; raises a ForkError where
 there are no others.
@@ -89,6 +88,7 @@ def fork_into(
     fallback: Any = None,
     digests: str = "full",
     part_of: Mapping[str, Manifest] | None = None,
+    unwanted: Callable[[str], str] = lambda _: "",
 ) -> Forked:
     """Fills the tensors of a model from one seed or several that offer the same weights.
 
@@ -101,7 +101,7 @@ def fork_into(
     each chunk is compared with its digest; "sample", some are (see chunks.checked); "off", none is. With the
     first two, whole tensors in host memory are compared too, where the seed publishes their digests. Epochs
     always are. part_of: what each seed was seen to have, by its URL, and has still; the model is a part.
-    progress: see tensorlift.fork().
+    unwanted: why weights of a version will not do, or "". progress: see tensorlift.fork().
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
     then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that
@@ -124,7 +124,8 @@ def fork_into(
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
     settle(named)
     fork = _Fork(
-        find, Wanted(wanted, ours, kinds, part_of, digests != "off"), chunk_bytes, by_source(progress),
+        find, Wanted(wanted, ours, kinds, part_of, digests != "off", unwanted), chunk_bytes,
+        by_source(progress),
         lambda work, sources: Reader(
             work, sources, secret, connections, patience, digests, kinds, wiring, rate
         ),

@@ -10,15 +10,23 @@ from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.manifest import LONGEST_NAME, SPLITS, ModelKey, is_sendable, rank_problem
 from tensorlift.format.quoting import quote
 
-__all__ = ["check_host", "checked_key", "checked_token", "checked_weights", "told_key", "what_is_there"]
+__all__ = [
+    "LOOPBACK",
+    "check_host",
+    "checked_key",
+    "checked_token",
+    "checked_weights",
+    "told_key",
+    "what_is_there",
+]
 
 _SHOWN = 20
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def check_host(host: str, token: str, insecure: bool, what: str = "seed") -> None:
     """Raises RequestError for an address that others reach, without a token."""
-    if host not in _LOOPBACK and not token and not insecure:
+    if host not in LOOPBACK and not token and not insecure:
         raise RequestError(
             f"a {what} on {host} is open to whoever reaches it: give a token, or say insecure=True "
             "(--insecure)"

@@ -26,6 +26,7 @@ class Wanted(NamedTuple):
     kinds: Sequence[str]
     part_of: Mapping[str, Manifest] | None
     digests: bool
+    unwanted: Callable[[str], str]
 
 
 def sources_of(clients: Sequence[SeedClient], wanted: Wanted, left: dict[str, str]) -> list[Source]:
@@ -92,6 +93,8 @@ def _same(client: SeedClient, seen: Manifest) -> Manifest:
 
 def _check(client: SeedClient, manifest: Manifest, wanted: Wanted, layouts: Sequence[Layout]) -> None:
     check_key(client, manifest, wanted.key)
+    if why := wanted.unwanted(manifest.weights):
+        raise ForkError(f"{client.url}: {why}")
     if unlike := differences(manifest, layouts, part=wanted.part_of is not None):
         raise ForkError(
             f"{client.url} has other weights than the model here: "

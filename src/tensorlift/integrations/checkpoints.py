@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -35,9 +36,12 @@ def checkpoint_of(model: str, revision: str | None = None) -> str:
         return ""
 
 
-def is_other(weights: str, own: str) -> bool:
-    """Whether a version is that of another checkpoint than ours; one that was updated since is of none."""
-    return weights.startswith(_KIND) and own not in ("", weights)
+def is_other(weights: str, own: Callable[[], str]) -> bool:
+    """Whether a version is that of another checkpoint than ours; one that was updated since is of none.
+
+    own: asked where it matters, for it may have to read.
+    """
+    return weights.startswith(_KIND) and own() not in ("", weights)
 
 
 def _digest(paths: list[str]) -> str:

@@ -1,28 +1,27 @@
 """What an extra configuration says about running instances: whom to fork from, and whether to be a seed.
 
 No torch in here, nor what needs it, unless one of these settings is given: this runs while arguments are
-parsed.
+parsed. What a user can have got wrong is refused then: behind that, what fails is the surroundings' and has
+files stand in.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tensorlift.errors import OptionError, RequestError
-from tensorlift.forking.keys import checked_token
+from tensorlift.forking.keys import LOOPBACK, check_host, checked_token
 from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.tokens import token_of
-from tensorlift.forking.urls import split_url
+from tensorlift.forking.urls import Place, split_url
 from tensorlift.format.nearest import nearest
 from tensorlift.format.quoting import quote
+from tensorlift.options import parse_count, parse_seconds, parse_switch
 
-__all__ = ["NAMES", "ForkSettings", "Publish", "parse_forks"]
-
-NAMES = ("seed", "registry", "fallback", "token", "limit", "publish", "devices", "transports")
-"""The settings of an extra configuration that are read here."""
+__all__ = ["NAMES", "ForkSettings", "Publish", "parse_forks", "unknown"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,12 +34,16 @@ class Publish:
     """Others may reach it without a token."""
     front: str = ""
     """The URL under which rank 0 is reached by the other ranks, where that is not ``host``."""
+    readers: int | None = None
+    """Forks at once."""
+    tls: tuple[str, ...] | None = None
+    """Files of certificates and of their key."""
 
     @property
     def front_url(self) -> str:
         """What the other ranks join."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return self.front or f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return self.front or Place("http" if self.tls is None else "https", host, self.port).url
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,10 +56,16 @@ class ForkSettings:
     fallback: bool = True
     """What a fork cannot bring is loaded from files; without, it ends the start."""
     token: str | None = dataclasses.field(default=None, repr=False)
+    ca: str | None = None
+    """The file of whom seeds and registries at https:// are trusted by."""
     limit: str | None = None
     publish: Publish | None = None
     devices: tuple[str, ...] | None = None
     transports: tuple[str, ...] | None = None
+    protocol: str | None = None
+    place: str | None = None
+    wait: float | None = None
+    seeds: int | None = None
 
     @property
     def forks(self) -> bool:
@@ -64,28 +73,147 @@ class ForkSettings:
         return bool(self.seed) or self.registry is not None
 
     @property
+    def asks(self) -> bool:
+        """Whether a registry says from which; else it is for announcing this instance alone."""
+        return self.registry is not None and not self.seed
+
+    @property
     def where(self) -> str:
         """Whom a fork asks, for messages."""
         registry = [self.registry] if isinstance(self.registry, str) else self.registry or ()
         return ", ".join(self.seed) or f"the registry {', '.join(map(_without_secrets, registry))}"
 
-    def shared(self) -> dict[str, Any]:
-        """What ``tensorlift.seed`` and ``tensorlift.fork`` both take, as far as it was given."""
-        given = {
-            "token": self.token,
-            "registry": list(self.registry) if isinstance(self.registry, tuple) else self.registry,
-            "devices": self.devices,
-            "transports": self.transports,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+    def to_fork(self) -> dict[str, Any]:
+        """Arguments of ``tensorlift.fork``, as far as they were given."""
+        whom = (
+            {"registry": self._registry, "place": self.place, "wait": self.wait, "seeds": self.seeds}
+            if self.asks
+            else {"source": list(self.seed)}
+        )
+        # A share is one of NICs here, and a seed's is of the network's rate where there are none.
+        limit = None if _is_share(self.limit) and not _with_nics(self.transports) else self.limit
+        return _given({**whom, **self._shared(), "ca": self.ca, "limit": limit})
 
-    def check_ranks(self, ranks: int) -> None:
-        """OptionError where so many ranks cannot stand behind one URL."""
-        if self.publish is not None and ranks > 1 and not self.publish.port:
+    def to_seed(self, publish: Publish, join: str | None) -> dict[str, Any]:
+        """Arguments of ``tensorlift.seed``, as far as they were given, but its ``port``.
+
+        join: the URL of rank 0's, for another one.
+        """
+        joins = {"join": join, "ca": self.ca if join and join.startswith("https:") else None}
+        known = {"registry": self._registry, "place": self.place, "registry_ca": self.ca}
+        own = {name: getattr(publish, name) for name in ("host", "insecure", "readers", "tls")}
+        return _given({**joins, **known, **own, **self._shared(), "limit": self.limit})
+
+    @property
+    def _registry(self) -> str | list[str] | None:
+        return list(self.registry) if isinstance(self.registry, tuple) else self.registry
+
+    def _shared(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("token", "devices", "transports", "protocol")}
+
+    def check_engine(
+        self, engine: str, arguments: Any, ranks: int, alone: Iterable[tuple[str, object]]
+    ) -> None:
+        """OptionError for what cannot be offered with these arguments of an engine.
+
+        alone: arguments with which weights move between ranks or are there more than once, and their values
+        without.
+        """
+        if self.publish is None:
+            return
+        if ranks > 1 and not self.publish.port:
             raise OptionError(
                 f"publish: with {ranks} ranks the others have to know where rank 0 is: give a port, such as "
                 '{"port": 7000}'
             )
+        for name, without in alone:
+            if getattr(arguments, name, without) not in (without, None):
+                raise OptionError(
+                    f"{engine}: publish does not go with {name}: leave one of the two out (weights move "
+                    "between replicas while they serve, or are there more than once)"
+                )
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """For a message about a setting that there is not."""
+    known = sorted(known)
+    close = nearest(name, known, 1)
+    hint = f"did you mean {close[0]}?" if close else f"the known ones are {', '.join(known)}"
+    return f"unknown setting {quote(name)}; {hint}"
+
+
+def parse_forks(given: Mapping[str, Any]) -> ForkSettings:
+    """The settings of NAMES in an extra configuration, without those that are null. Raises OptionError."""
+    if not (given := _given({name: given.get(name) for name in NAMES})):
+        return ForkSettings()
+    try:
+        made = ForkSettings(**{name: _PARSERS[name](value, name) for name, value in given.items()})
+        made = dataclasses.replace(made, token=made.token or token_of() or None)
+        _check_use(made, given)
+        _check_trust(made)
+    except RequestError as error:
+        raise OptionError(str(error)) from None
+    return made
+
+
+def _check_use(made: ForkSettings, given: Mapping[str, Any]) -> None:
+    """OptionError for what would have no effect, or none but an error."""
+    if "fallback" in given and not made.forks:
+        raise OptionError("fallback is for a fork: name a seed or a registry")
+    if made.place is not None and made.registry is None:
+        raise OptionError("place is for a registry, and none is named")
+    for name in ("wait", "seeds"):
+        if name in given and not made.asks:
+            raise OptionError(f"{name} is for a fork that asks a registry, and here {_whom(made)}")
+    kinds = made.transports or ("shm", "tcp")
+    if made.protocol and not _with_nics(made.transports):
+        raise OptionError(
+            f"protocol is {quote(made.protocol)}, and no transport here ({', '.join(kinds)}) takes one; name "
+            "mooncake or nixl in transports, or leave protocol out"
+        )
+    if made.devices is not None:
+        from tensorlift.forking.nics import chosen
+
+        chosen(made.devices, kinds, 0, None, made.protocol or "")
+    if _is_share(made.limit) and not _with_nics(made.transports):
+        if made.publish is None:
+            raise OptionError(
+                f"limit is {quote(made.limit)}, and a fork's share is of NICs, which no transport here has; "
+                'give a size a second, such as "2GB/s"'
+            )
+        if made.publish.host in LOOPBACK:
+            parse_limit(made.limit, "limit", lambda: None)
+
+
+def _whom(made: ForkSettings) -> str:
+    return "seed names instances" if made.seed else "none is named"
+
+
+def _check_trust(made: ForkSettings) -> None:
+    """OptionError, RequestError for whom a fork or a seed could not talk to, or should not."""
+    token, ca, publish = made.token or "", made.ca, made.publish
+    if made.forks or ca is not None:
+        from tensorlift.fleet.contract import near_of
+        from tensorlift.fleet.naming import registry_of
+        from tensorlift.forking.asking import HttpClient
+        from tensorlift.forking.encryption import fork_context
+
+        context = None if ca is None else fork_context(ca)
+        for url in made.seed:
+            HttpClient(url, token, ca=context)
+        if (registry := made._registry) is not None:
+            near_of(made.place)
+            registry_of(registry, token, context).close()
+        elif not made.forks and not (publish and publish.front_url.startswith("https:")):
+            raise OptionError("ca is for seeds and registries at https://, and none is named")
+    if publish is not None:
+        check_host(publish.host, token, publish.insecure)
+        if (publish.tls is not None) != publish.front_url.startswith("https:"):
+            raise OptionError("publish: front has to be https:// with tls, and http:// without")
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _without_secrets(url: str) -> str:
@@ -97,76 +225,102 @@ def _without_secrets(url: str) -> str:
         return url.partition(":")[0]
 
 
-def parse_forks(given: Mapping[str, Any]) -> ForkSettings:
-    """The settings of NAMES in an extra configuration, without those that are null. Raises OptionError."""
-    given = {name: given[name] for name in NAMES if given.get(name) is not None}
-    if not given:
-        return ForkSettings()
-    try:
-        return _parsed(given)
-    except RequestError as error:
-        raise OptionError(str(error)) from None
+def _is_share(limit: str | None) -> bool:
+    return limit is not None and limit.strip().endswith("%")
 
 
-def _parsed(given: Mapping[str, Any]) -> ForkSettings:
-    seed, registry = _texts(given, "seed") or (), given.get("registry")
-    for url in seed:
-        split_url(url)
-    if registry is not None and not isinstance(registry, str):
-        registry = _texts(given, "registry")
-    fallback = given.get("fallback", True)
-    if not isinstance(fallback, bool):
-        raise OptionError(f"fallback is {quote(fallback)}; expected true or false: the files are the model's")
-    if "fallback" in given and not seed and registry is None:
-        raise OptionError("fallback is for a fork: name a seed or a registry")
-    transports = _texts(given, "transports")
-    if transports is not None:
-        from tensorlift.forking.transports import check_transports
-
-        transports = check_transports(transports)
-    token = checked_token(given.get("token")) or token_of() or None
-    limit = given.get("limit")
-    parse_limit(limit, "limit", lambda: 1e9)
-    publish = _publish(given.get("publish"))
-    if publish is not None:
-        from tensorlift.forking.keys import check_host
-
-        check_host(publish.host, token or "", publish.insecure)
-    return ForkSettings(seed, registry, fallback, token, limit, publish, _texts(given, "devices"), transports)
+def _with_nics(transports: Iterable[str] | None) -> bool:
+    return any(kind not in ("memory", "shm", "tcp") for kind in transports or ())
 
 
-def _texts(given: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
-    value = given.get(name)
-    if value is None:
-        return None
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise OptionError(f"{name} is {quote(value)}; expected a text")
+    return value
+
+
+def _texts(value: object, name: str) -> tuple[str, ...]:
     found = (value,) if isinstance(value, str) else value
     if not isinstance(found, list | tuple) or not found or not all(isinstance(one, str) for one in found):
         raise OptionError(f"{name} is {quote(value)}; expected a text, or a list of some")
     return tuple(found)
 
 
-def _publish(value: object) -> Publish | None:
-    if value is None or value is False:
-        return None
-    if value is True:
-        return Publish()
+def _registry(value: object, name: str) -> str | tuple[str, ...]:
+    return value if isinstance(value, str) else _texts(value, name)
+
+
+def _transports(value: object, name: str) -> tuple[str, ...]:
+    from tensorlift.forking.transports import check_transports
+
+    return check_transports(_texts(value, name))
+
+
+def _limit(value: object, name: str) -> str:
+    parse_limit(value, name, lambda: 1e9)
+    return str(value)
+
+
+def _seeds(value: object, name: str) -> int:
+    from tensorlift.fleet.contract import MOST_CANDIDATES
+
+    return parse_count(value, name, MOST_CANDIDATES)
+
+
+def _port(value: object, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 65535:
+        raise OptionError(
+            f"{name} is {quote(value)}; expected a whole number up to 65535, or 0 for a free one"
+        )
+    return value
+
+
+def _tls(value: object, name: str) -> tuple[str, ...]:
+    from tensorlift.forking.encryption import seed_context
+
+    found: Any = _texts(value, name)
+    seed_context(found)
+    return tuple(found)
+
+
+def _publish(value: object, name: str) -> Publish | None:
+    if isinstance(value, bool):
+        return Publish() if value else None
     if not isinstance(value, Mapping):
         raise OptionError(
-            f'publish is {quote(value)}; expected true, false, or an object such as {{"port": 7000}}'
+            f'{name} is {quote(value)}; expected true, false, or an object such as {{"port": 7000}}'
         )
-    known = {field.name: field.type for field in dataclasses.fields(Publish)}
-    kinds = {"str": (str, "a text"), "int": (int, "a whole number"), "bool": (bool, "true or false")}
-    for name, one in value.items():
-        if name not in known:
-            close = nearest(str(name), list(known), 1)
-            hint = f"did you mean {close[0]}?" if close else f"the known ones are {', '.join(known)}"
-            raise OptionError(f"publish: unknown setting {quote(name)}; {hint}")
-        kind, told = kinds[str(known[name])]
-        if not isinstance(one, kind) or (kind is int and isinstance(one, bool)):
-            raise OptionError(f"publish: {name} is {quote(one)}; expected {told}")
-    made = Publish(**value)
-    if not 0 <= made.port <= 65535:
-        raise OptionError(f"publish: port is {made.port}; expected a number up to 65535, or 0 for a free one")
-    if made.front:
-        split_url(made.front)
-    return made
+    for one in value:
+        if one not in _PUBLISH_PARSERS:
+            raise OptionError(f"{name}: {unknown(str(one), _PUBLISH_PARSERS)}")
+    return Publish(
+        **{one: _PUBLISH_PARSERS[one](got, f"{name}: {one}") for one, got in _given(value).items()}
+    )
+
+
+_Parse = Callable[[object, str], Any]
+_PUBLISH_PARSERS: Mapping[str, _Parse] = {
+    "host": _text,
+    "port": _port,
+    "insecure": parse_switch,
+    "front": lambda value, name: split_url(_text(value, name)).url,
+    "readers": parse_count,
+    "tls": _tls,
+}
+_PARSERS: Mapping[str, _Parse] = {
+    "seed": _texts,
+    "registry": _registry,
+    "fallback": parse_switch,
+    "token": lambda value, name: checked_token(value),  # type: ignore[arg-type]
+    "ca": _text,
+    "limit": _limit,
+    "publish": _publish,
+    "devices": _texts,
+    "transports": _transports,
+    "protocol": _text,
+    "place": _text,
+    "wait": parse_seconds,
+    "seeds": _seeds,
+}
+NAMES = tuple(_PARSERS)
+"""The settings of an extra configuration that are read here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 from collections.abc import Callable, Sequence
@@ -91,9 +92,7 @@ def _made(
         said.what = f" of {told_key(wanted)}"
         model = make()
         state = State(model, engine)
-        came = _forked(state, wanted, settings, bar)
-        if is_other(came.weights, files := own()):
-            raise ForkError(f"the instance has {came.weights}, and the files here are {files}")
+        came = _forked(state, wanted, settings, bar, functools.cache(own))
         state.take()
     # Whatever it is, also of an engine that cannot process weights that are none: there are files.
     except Exception as error:  # noqa: BLE001
@@ -109,21 +108,18 @@ def _forked(
     key: ModelKey,
     settings: Settings,
     bar: Callable[[], AbstractContextManager[Report]] | None,
+    own: Callable[[], str],
 ) -> Forked:
+    def unwanted(weights: str) -> str:
+        if not is_other(weights, own):
+            return ""
+        return f"the instance has {weights}, and the files here are {own()}"
+
     wanted = settings.resolved().progress
     with contextlib.ExitStack() as ending:
         progress: Any = wanted if bar is None or wanted is not None else ending.enter_context(bar())
-        urls: Any = list(settings.instances.seed) or None
-        options = settings.instances.shared()
-        # A share is one of NICs here, and a seed's is of the network's rate where there are none.
-        if (
-            not (limit := settings.instances.limit or "").strip().endswith("%")
-            or settings.instances.transports
-        ):
-            options["limit"] = limit or None
-        if urls is not None:
-            options.pop("registry", None)  # where seeds are named, it is for announcing this instance
-        return instances.fork(urls, into=state.tensors(), key=key, progress=progress, **options)
+        given = settings.instances.to_fork()
+        return instances.fork(into=state.tensors(), key=key, progress=progress, unwanted=unwanted, **given)
 
 
 def _free() -> None:

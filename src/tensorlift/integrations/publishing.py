@@ -208,14 +208,10 @@ class Publisher:
         offer.seed = instances.seed(
             tensors,
             key=offer.key,
-            host=publish.host,
             port=offer.port or (publish.port if is_front else 0),
-            limit=offer.settings.limit,
-            insecure=publish.insecure,
             weights=offer.weights,
-            join=join,
             join_timeout=_JOIN_AGAIN_SECONDS if in_vain else _JOIN_SECONDS,
-            **offer.settings.shared(),
+            **offer.settings.to_seed(publish, join),
         )
         self._in_vain = False
         offer.given = tensors

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tensorlift.errors import OptionError
-from tensorlift.format.nearest import nearest
 from tensorlift.format.quoting import quote
-from tensorlift.integrations.fork_settings import NAMES, ForkSettings, parse_forks
+from tensorlift.integrations.fork_settings import NAMES, ForkSettings, parse_forks, unknown
 from tensorlift.options import LoadOptions
 
 __all__ = ["LOAD_FORMAT", "Settings", "parse"]
@@ -116,7 +115,4 @@ def _why_not(key: str, known: Iterable[str]) -> str:
         return f"{key!r} is set by the engine and cannot be given: {_ENGINES[key]}"
     if key in _GENERIC:
         return f"{key!r} belongs to the engine's own loaders: {_GENERIC[key]}"
-    known = sorted(known)
-    close = nearest(key, known, 1)
-    hint = f"did you mean {close[0]}?" if close else f"the known ones are {', '.join(known)}"
-    return f"unknown setting {quote(key)}; {hint}"
+    return unknown(key, known)

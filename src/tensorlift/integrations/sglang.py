@@ -35,6 +35,8 @@ _ELSEWHERE = (
     ("enable_elastic_expert_backup", False, "the backup of elastic experts"),
     ("use_ray", False, "Ray's actors"),
 )
+# Where weights move between ranks or are there more than once: argument, and its value without.
+_MOVES_WEIGHTS = (("dp_size", 1), ("enable_eplb", False), ("elastic_ep_backend", None))
 # Of SGLang's own reading, which ours makes pointless.
 _POINTLESS = ("weight_loader_prefetch_checkpoints", "weight_loader_drop_cache_after_load")
 
@@ -103,14 +105,14 @@ def _check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
     if LOAD_FORMAT not in formats:
         return
     from tensorlift.integrations.devices import check_device
-    from tensorlift.integrations.sglang_forks import check_arguments
 
     tell_version()
     device = getattr(view, "device", None)
     if device is not None:
         check_device(device, ENGINE)
     settings = parse(getattr(view, "model_loader_extra_config", None), ENGINE)
-    check_arguments(settings.instances, view)
+    ranks = (getattr(view, "tp_size", 1) or 1) * (getattr(view, "pp_size", 1) or 1)
+    settings.instances.check_engine(ENGINE, view, ranks, _MOVES_WEIGHTS)
     for name, without, what in _ELSEWHERE:
         if (value := getattr(view, name, without)) not in (without, None):
             raise OptionError(

@@ -10,29 +10,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from tensorlift.errors import OptionError
-from tensorlift.integrations.fork_settings import ForkSettings
 from tensorlift.integrations.imports import imported_publisher
 from tensorlift.integrations.sglang import ENGINE
 
-__all__ = ["check_arguments", "fill_with_placeholders", "key_of", "watch_scheduler", "watch_updates"]
+__all__ = ["fill_with_placeholders", "key_of", "watch_scheduler", "watch_updates"]
 
 _WEIGHTS = "weights"
-# Where weights move between ranks or are there more than once: argument, and its value without.
-_ELSEWHERE = (("dp_size", 1), ("enable_eplb", False), ("elastic_ep_backend", None))
-
-
-def check_arguments(settings: ForkSettings, view: Any) -> None:
-    """OptionError for what cannot be offered. ``view``: SGLang's arguments."""
-    if settings.publish is None:
-        return
-    settings.check_ranks((getattr(view, "tp_size", 1) or 1) * (getattr(view, "pp_size", 1) or 1))
-    for name, without in _ELSEWHERE:
-        if getattr(view, name, without) not in (without, None):
-            raise OptionError(
-                f"{ENGINE}: publish does not go with {name}: leave one of the two out (weights move between "
-                "replicas while they serve, or are there more than once)"
-            )
 
 
 def key_of(model_config: Any, draft: int | None) -> Any:

@@ -21,6 +21,9 @@ __all__ = ["ENGINE", "PROVEN", "check", "log", "register"]
 ENGINE = "vLLM"
 PROVEN = "0.32.0"
 
+# Where weights move between ranks or are there more than once: argument, and its value without.
+_MOVES_WEIGHTS = (("data_parallel_size", 1), ("enable_eplb", False), ("enable_elastic_ep", False))
+
 # Below vLLM's own logger, so that lines come where its lines do, with its marks of process and rank.
 log = logging.getLogger("vllm.tensorlift")
 
@@ -81,10 +84,10 @@ def _check_arguments(arg_utils: Any) -> None:
         loads = (getattr(config, "load_config", None), getattr(speculative, "draft_load_config", None))
         for settings in filter(None, map(_check_if_ours, loads)):
             from tensorlift.integrations.devices import check_device
-            from tensorlift.integrations.vllm_forks import check_parallel
 
             check_device(config.device_config.device_type, ENGINE)
-            check_parallel(settings.instances, config.parallel_config)
+            parallel = config.parallel_config
+            settings.instances.check_engine(ENGINE, parallel, parallel.world_size, _MOVES_WEIGHTS)
         return config
 
     arguments.create_engine_config = create_engine_config

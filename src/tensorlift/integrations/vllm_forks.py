@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from tensorlift.errors import OptionError
-from tensorlift.integrations.fork_settings import ForkSettings
 from tensorlift.integrations.imports import imported_publisher
 from tensorlift.integrations.vllm import ENGINE
 
 __all__ = [
-    "check_parallel",
     "fill_with_placeholders",
     "hides_weights",
     "key_of",
@@ -25,19 +22,6 @@ __all__ = [
 
 # Larger ones are weights, which files bring.
 _SMALL_BYTES = 64 << 10
-
-
-def check_parallel(settings: ForkSettings, parallel: Any) -> None:
-    """OptionError for what cannot be offered. ``parallel``: vLLM's ParallelConfig."""
-    if settings.publish is None:
-        return
-    settings.check_ranks(parallel.world_size)
-    for name, without in (("data_parallel_size", 1), ("enable_eplb", False), ("enable_elastic_ep", False)):
-        if getattr(parallel, name, without) != without:
-            raise OptionError(
-                f"{ENGINE}: publish does not go with {name}: leave one of the two out (weights move between "
-                "replicas while they serve, or are there more than once)"
-            )
 
 
 def hides_weights() -> bool:
