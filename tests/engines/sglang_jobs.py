@@ -146,7 +146,7 @@ def run(runner: Any, tokenizer: Any, job: dict[str, Any]) -> dict[str, Any]:
         if own:
             config = ModelConfig(job["model"], dtype="bfloat16", is_draft_model=job.get("draft", False))
         if job.get("serve"):
-            from tensorlift.integrations.publishing import publisher
+            from tensorlift.integrations.publisher import publisher
 
             if job["serve"] == "alone":
                 publisher.close()

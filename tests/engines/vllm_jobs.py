@@ -135,7 +135,7 @@ def fork(job: dict[str, Any]) -> dict[str, Any]:
     from vllm.model_executor.model_loader import get_model_loader
 
     import tensorlift.integrations.vllm_forks  # noqa: F401 - to be patched
-    from tensorlift.integrations.publishing import publisher
+    from tensorlift.integrations.publisher import publisher
 
     states = {}
     ways = {

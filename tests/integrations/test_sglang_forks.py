@@ -17,7 +17,8 @@ from support.checkpoints import write_safetensors
 from support.fake_sglang import Model, arguments, configuration, rows
 from tensorlift.errors import ForkError, OptionError, SeedError
 from tensorlift.forking.client import SeedClient
-from tensorlift.integrations import publishing, sglang
+from tensorlift.integrations import publisher as publishing
+from tensorlift.integrations import sglang
 from tensorlift.integrations import weights as weights_module
 
 OURS = ("sglang_forks", "sglang_loader")
@@ -203,13 +204,35 @@ def test_a_session_goes_on_behind_a_withdrawal(engine: fake_sglang.Engine, seede
     url, updater, _ = seeded
     engine.features.enable_weights_cpu_backup = True
     updater.begin_weight_update(request())
+    updater.update_weights_from_tensor(request())
     updater.release_memory_occupation(request())
     updater.resume_memory_occupation(request())
+    assert state_of(url) == "closed"  # half of the weights are old
     updater.update_weights_from_tensor(request())
     assert state_of(url) == "closed"
     updater.end_weight_update(request())
-    assert state_of(url) == "closed"
+    assert state_of(url) == "open"
+
+
+def test_a_session_that_outlives_its_update_is_not_believed(seeded: Any) -> None:
+    url, updater, _ = seeded
+    updater.begin_weight_update(request())
+    publishing.publisher.spoil()
+    publishing.publisher.end_update()
     updater.update_weights_from_disk(request())
+    assert state_of(url) == "open"
+    updater.update_weights_from_tensor(request())
+    assert state_of(url) == "closed"
+
+
+def test_a_session_while_memory_is_released(engine: fake_sglang.Engine, seeded: Any) -> None:
+    url, updater, _ = seeded
+    engine.features.enable_weights_cpu_backup = True
+    updater.release_memory_occupation(request())
+    updater.begin_weight_update(request())
+    updater.end_weight_update(request())
+    assert state_of(url) == "closed"
+    updater.resume_memory_occupation(request())
     assert state_of(url) == "open"
 
 
@@ -297,7 +320,7 @@ def test_what_cannot_be_offered_is_refused_with_the_arguments(engine: fake_sglan
 def test_a_scheduler_without_ours_is_left_alone(
     engine: fake_sglang.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "tensorlift.integrations.publishing")
+    monkeypatch.delitem(sys.modules, "tensorlift.integrations.publisher")
     module: Any = sys.modules["sglang.srt.managers.scheduler"]
     assert module.Scheduler(None, None).weight_updater is not None
     assert module.SchedulerWeightUpdaterManager().update_weights_from_disk(request()).success

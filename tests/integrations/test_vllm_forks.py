@@ -65,7 +65,7 @@ def folder(tmp_path):
 @pytest.fixture(params=["processed", "as on CPUs"])
 def vllm(request, monkeypatch):
     with fake_vllm.installed() as state:
-        from tensorlift.integrations import publishing
+        from tensorlift.integrations import publisher as publishing
         from tensorlift.integrations.vllm import register
 
         register()
@@ -283,11 +283,53 @@ def test_what_a_worker_does_with_weights_keeps_readers_away(vllm, url, folder):
     assert is_open(url) is True
     worker.discard(("weights",))
     assert is_open(url) is None
+    worker.wake_up()
+    assert is_open(url) is None
     worker.reload_weights()
     assert is_open(url) is True
     worker.reset_weights()
     worker.wake_up()
     assert is_open(url) is None
+
+
+def test_a_session_of_vllm_is_one_update_whatever_comes_between(vllm, url):
+    if vllm.how != "processed":
+        return  # what is offered there ends with the first update
+    worker = vllm.worker
+    # Without a session vLLM refuses, and no weights change.
+    for name in ("update_weights", "finish_weight_update"):
+        worker.fails = True
+        with pytest.raises(RuntimeError):
+            getattr(worker, name)()
+        assert is_open(url) is True
+    # It refuses a second one, and the first goes on; one of a draft does not bring what was lost.
+    worker.fails = False
+    worker.sleep(level=2)
+    worker.wake_up()
+    worker.start_draft_weight_update()
+    worker.fails = True
+    with pytest.raises(RuntimeError):
+        worker.start_weight_update()
+    worker.fails = False
+    worker.update_weights({})
+    worker.finish_weight_update()
+    assert is_open(url) is None
+    # Nor does one that has failed, where its end works behind all.
+    worker.start_weight_update()
+    worker.fails = True
+    with pytest.raises(RuntimeError):
+        worker.finish_weight_update()
+    worker.fails = False
+    worker.finish_weight_update()
+    assert is_open(url) is None
+    # Weights of two versions are in memory that comes back amid a session.
+    worker.start_weight_update()
+    worker.update_weights({})
+    worker.sleep(level=1)
+    worker.wake_up()
+    assert is_open(url) is None
+    worker.finish_weight_update()
+    assert is_open(url) is True
 
 
 def epoch_of(url):

@@ -29,7 +29,7 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
 
 def imported_publisher() -> Any:
     """What offers this process's models, where a loader has brought it; None elsewhere. Imports nothing."""
-    module = sys.modules.get("tensorlift.integrations.publishing")
+    module = sys.modules.get("tensorlift.integrations.publisher")
     return None if module is None else module.publisher
 
 

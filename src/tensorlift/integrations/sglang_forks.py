@@ -117,8 +117,8 @@ def _within(go: Callable[[], Any], manager: Any, *_: Any) -> Any:
     """Outside of a session SGLang refuses, and nothing changes."""
     publisher = imported_publisher()
     if not publisher.is_updating:
-        if getattr(manager, "_session", None) is not None:  # a withdrawal has ended ours
-            publisher.withdraw("weights are updated behind a withdrawal", lost=True)
+        if getattr(manager, "_session", None) is not None:  # it has outlived ours
+            publisher.withdraw("weights are updated behind an update that failed", lost=True)
         return go()
     try:
         return _looked_at(go())
@@ -144,7 +144,7 @@ def _releases(go: Callable[[], Any], manager: Any, request: Any) -> Any:
         from sglang.srt.runtime_context import get_exec
 
         kept = bool(getattr(get_exec().features, "enable_weights_cpu_backup", False))
-        imported_publisher().withdraw("memory is released", lost=not kept)
+        imported_publisher().withdraw("memory is released", lost=not kept, gone=True)
     return go()
 
 

@@ -25,7 +25,7 @@ from tensorlift.integrations.bars import byte_bar
 from tensorlift.integrations.checkpoints import checkpoint_of
 from tensorlift.integrations.devices import check_device
 from tensorlift.integrations.forks import fork_model
-from tensorlift.integrations.publishing import publisher
+from tensorlift.integrations.publisher import publisher
 from tensorlift.integrations.settings import LOAD_FORMAT
 from tensorlift.integrations.sglang import ENGINE, settings_of, tell_version
 from tensorlift.integrations.sglang_forks import fill_with_placeholders, key_of

@@ -134,7 +134,20 @@ def _reloads(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _begins(publisher: Any, whole: bool = True) -> Iterator[None]:
+    if publisher.is_updating:  # vLLM refuses a second session, and the first goes on
+        yield
+        return
     publisher.begin_update("weights are updated", whole=whole)
+    with _goes_on(publisher):
+        yield
+
+
+@contextlib.contextmanager
+def _goes_on(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
+    if not publisher.is_updating:  # vLLM refuses, and nothing changes, or its session has outlived ours
+        yield
+        publisher.withdraw("weights were updated behind an update that failed", lost=True)
+        return
     try:
         yield
     except BaseException:
@@ -144,21 +157,15 @@ def _begins(publisher: Any, whole: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _goes_on(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
-    with _begins(publisher):  # inside the update that began
-        yield
-
-
-@contextlib.contextmanager
 def _ends(publisher: Any) -> Iterator[None]:
-    with _begins(publisher):
+    with _goes_on(publisher):
         yield
     publisher.end_update()
 
 
 @contextlib.contextmanager
 def _sleeps(publisher: Any, level: int = 1) -> Iterator[None]:
-    publisher.withdraw("the engine sleeps", lost=level > 1)
+    publisher.withdraw("the engine sleeps", lost=level > 1, gone=True)
     yield
 
 
@@ -172,7 +179,7 @@ def _wakes(publisher: Any, tags: list[str] | None = None) -> Iterator[None]:
 @contextlib.contextmanager
 def _discards(publisher: Any, tags: tuple[str, ...]) -> Iterator[None]:
     if "weights" in tags:
-        publisher.withdraw("the weights are discarded", lost=True)
+        publisher.withdraw("the weights are discarded", lost=True, gone=True)
     yield
 
 

@@ -145,7 +145,7 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
         return key_of(self._config, self._model_config, self._draft)
 
     def _offer(self, state: Callable[[], Any], weights: str) -> None:
-        from tensorlift.integrations.publishing import publisher
+        from tensorlift.integrations.publisher import publisher
 
         publisher.add(state, self._key, self.settings.instances, log, weights)
 

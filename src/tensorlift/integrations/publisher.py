@@ -51,10 +51,13 @@ class Publisher:
     def __init__(self) -> None:
         self._offers: list[_Offer] = []
         self._log = logging.getLogger("tensorlift")
-        self._serving = self._lost = self._spoiled = self._whole = self._in_vain = False
+        self._serving = self._in_vain = False
+        self._lost = self._gone = False
+        """Weights, until an update brings them; memory, until restore()."""
+        self._updating = self._spoiled = self._whole = False
         self._start, self._updates = "", 0
-        self._ending: contextlib.ExitStack | None = None
-        """Of the update that is under way."""
+        self._ending = contextlib.ExitStack()
+        """Of the update that is under way: lets readers of the seeds in again."""
 
     def add(
         self,
@@ -87,11 +90,15 @@ class Publisher:
     def serve(self) -> None:
         """The engine is ready: what was added is offered from now on."""
         self._serving = True
-        self.restore()
+        self._offer_all()
 
     def restore(self) -> None:
-        """Offers what is not offered, unless its weights are lost; begins no update."""
-        if not self._serving or self._lost or self._ending is not None:
+        """Memory is there: offers what is not offered, unless its weights are lost; begins no update."""
+        self._gone = False
+        self._offer_all()
+
+    def _offer_all(self) -> None:
+        if not self._serving or self._lost or self._gone or self._updating:
             return
         for offer in self._offers:
             if offer.seed is None:
@@ -101,37 +108,39 @@ class Publisher:
                 except Exception as error:  # noqa: BLE001
                     self._say_not(offer, f"{type(error).__name__}: {error}")
 
-    def withdraw(self, why: str, *, lost: bool = False) -> None:
-        """Ends all seeds, before memory goes.
+    def withdraw(self, why: str, *, lost: bool = False, gone: bool = False) -> None:
+        """Ends all seeds. An update that is under way goes on behind that.
 
-        ``lost``: an update has to bring weights before any are offered again.
+        ``lost``: an update that begins later has to bring weights before any are offered again. ``gone``: so
+        does restore(), memory.
         """
-        self._lost |= lost
+        self._lost, self._gone, self._whole = self._lost or lost, self._gone or gone, self._whole and not lost
         for offer in self._offers:
             if offer.seed is not None:
                 self._withdraw(offer)
                 self._say_not(offer, why)
-        # Behind that: the end of an update lets readers in again.
-        self._drop_update()
+        # Behind that: it lets readers in again.
+        self._let_in()
 
     def close(self) -> None:
         """The engine ends."""
         for offer in self._offers:
             self._withdraw(offer)
-        self._drop_update()
-        self._offers, self._serving, self._lost = [], False, False
+        self._let_in()
+        self._offers, self._serving = [], False
+        self._lost = self._gone = self._updating = False
 
     @property
     def is_updating(self) -> bool:
         """Between begin_update() and end_update()."""
-        return self._ending is not None
+        return self._updating
 
     @contextlib.contextmanager
     def updating(self, what: str) -> Iterator[None]:
         """Around a change of the weights: see begin_update(). Inside an update, which goes on behind it."""
         inside = self.is_updating
-        self.begin_update(what)
         try:
+            self.begin_update(what)
             yield
         except BaseException:
             self.spoil()
@@ -145,9 +154,9 @@ class Publisher:
 
         Inside an update this does nothing. ``whole``: where weights were lost, this brings them.
         """
-        if self._ending is not None:
+        if self._updating:
             return
-        self._ending, self._spoiled, self._whole = contextlib.ExitStack(), False, whole
+        self._updating, self._spoiled, self._whole = True, False, whole
         self._updates += 1
         for offer in self._offers:
             # All ranks see the same updates, and a fork of several ranks wants one version.
@@ -171,8 +180,9 @@ class Publisher:
 
     def end_update(self) -> None:
         """The weights are there: they are read again, as tensors of the model that may be other ones now."""
-        if self._ending is None:
+        if not self._updating:
             return
+        self._updating = False
         if self._spoiled:
             self.withdraw("an update has failed, and the weights are of no version", lost=True)
             return
@@ -185,13 +195,15 @@ class Publisher:
             except Exception as error:  # noqa: BLE001
                 self._withdraw(offer)
                 self._say_not(offer, f"{type(error).__name__}: {error}")
-        self._drop_update()
-        self.restore()
+        self._let_in()
+        self._offer_all()
 
-    def _drop_update(self) -> None:
-        ending, self._ending = self._ending, None
-        if ending is not None:
-            ending.close()
+    def _let_in(self) -> None:
+        """Readers of seeds that an update has kept out; where that fails, their seeds end."""
+        try:
+            self._ending.close()
+        except Exception as error:  # noqa: BLE001
+            self.withdraw(f"the end of an update has failed: {type(error).__name__}: {error}")
 
     def _publish(self, offer: _Offer) -> None:
         publish, first = offer.settings.publish, self._offers[0]
@@ -222,7 +234,10 @@ class Publisher:
     def _withdraw(self, offer: _Offer) -> None:
         seed, offer.seed, offer.given = offer.seed, None, {}
         if seed is not None:
-            seed.close()
+            try:
+                seed.close()
+            except Exception as error:  # noqa: BLE001
+                self._say_not(offer, f"and its end has failed: {type(error).__name__}: {error}")
 
     def _say_not(self, offer: _Offer, why: str) -> None:
         self._log.warning("%s: rank %d: %s is not offered: %s", LOAD_FORMAT, rank(), told_key(offer.key), why)

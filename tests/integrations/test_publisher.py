@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 import torch
 
 import tensorlift
-from support import ranks
+from support import leaks, ranks, waiting
 from tensorlift.errors import ForkError, RequestError, SeedError
+from tensorlift.forking import seed as seeds
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.leases import LeaseRefusedError
 from tensorlift.forking.manifest import ModelKey
-from tensorlift.integrations import publishing
+from tensorlift.integrations import publisher as publishing
 from tensorlift.integrations.fork_settings import ForkSettings, Publish
-from tensorlift.integrations.publishing import Publisher
+from tensorlift.integrations.publisher import Publisher
 from tensorlift.integrations.state import State
 
 LOG = logging.getLogger("tests.publishing")
@@ -236,15 +242,184 @@ def test_memory_that_is_released_is_not_read_and_lost_weights_have_to_come_again
     assert forked(url)[0] == 1.0
 
 
-def test_a_withdrawal_ends_an_update_too(publisher, caplog):
+def test_an_update_goes_on_behind_a_withdrawal(publisher, caplog):
+    model = Model(1.0)
+    publisher.add(lambda: State(model, "tests"), lambda: KEY, SETTINGS, LOG)
+    publisher.serve()
+    url = url_of(caplog)
+    publisher.begin_update("a test")
+    model.weight.data[:4] = 2.0
+    publisher.withdraw("it sleeps", gone=True)
+    publisher.restore()
+    assert publisher.is_updating
+    with pytest.raises(SeedError, match="cannot be reached"):
+        forked(url)  # half of one version and half of another
+    model.weight.data[4:] = 2.0
+    publisher.end_update()
+    assert forked(url)[0] == 2.0
+
+
+def test_what_was_lost_amid_an_update_that_update_does_not_bring(publisher, caplog):
     publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG)
     publisher.serve()
+    url = url_of(caplog)
     publisher.begin_update("a test")
-    publisher.withdraw("it sleeps")
-    assert not publisher.is_updating
-    publisher.end_update()
+    publisher.withdraw("it sleeps", lost=True, gone=True)
     publisher.restore()
-    assert forked(url_of(caplog))[2].startswith("updated ")
+    publisher.end_update()
+    with pytest.raises(SeedError, match="cannot be reached"):
+        forked(url)
+    with publisher.updating("of all"):
+        pass
+    assert forked(url)[0] == 1.0
+
+
+def test_memory_that_is_gone_is_not_offered_by_the_end_of_an_update(publisher, caplog):
+    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG)
+    publisher.serve()
+    url = url_of(caplog)
+    publisher.withdraw("it sleeps", gone=True)
+    with publisher.updating("of nothing"):
+        pass
+    with pytest.raises(SeedError, match="cannot be reached"):
+        forked(url)
+    publisher.restore()
+    assert forked(url)[0] == 1.0
+
+
+def test_an_update_whose_end_fails_costs_its_seed_and_not_the_instance(publisher, caplog, monkeypatch):
+    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG)
+    publisher.serve()
+    url, original = url_of(caplog), seeds.settle
+    before = SeedClient(url).state().instance
+
+    def settle(tensors):
+        monkeypatch.setattr(seeds, "settle", original)
+        raise RuntimeError("an error of the device")
+
+    monkeypatch.setattr(seeds, "settle", settle)
+    with publisher.updating("a test"):
+        pass
+    assert "the end of an update has failed: RuntimeError: an error of the device" in caplog.text
+    assert not publisher.is_updating
+    assert SeedClient(url).state().instance != before
+    assert forked(url)[0] == 1.0
+
+
+def test_a_seed_whose_end_fails_costs_no_instance(publisher, caplog, monkeypatch):
+    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG)
+    publisher.serve()
+    original = publishing.Seed.close
+
+    def close(seed):
+        original(seed)
+        raise OSError("of a registry")
+
+    monkeypatch.setattr(publishing.Seed, "close", close)
+    publisher.withdraw("it sleeps")
+    assert "its end has failed: OSError: of a registry" in caplog.text
+    assert "is not offered: it sleeps" in caplog.text
+
+
+def test_an_interrupt_as_an_update_begins_leaves_none_under_way(publisher, caplog, monkeypatch):
+    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG)
+    publisher.serve()
+
+    def updating(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(publishing.Seed, "updating", updating)
+    with pytest.raises(KeyboardInterrupt), publisher.updating("a test"):
+        pass
+    assert not publisher.is_updating
+    with pytest.raises(SeedError, match="cannot be reached"):
+        forked(url_of(caplog))
+
+
+def test_an_engine_that_ends_amid_an_update_leaves_nothing(publisher, caplog):
+    with leaks.nothing_left():
+        publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG)
+        publisher.serve()
+        publisher.begin_update("a test")
+        publisher.close()
+        publisher.end_update()
+    assert not publisher.is_updating
+
+
+PROGRAM = """
+import logging, torch
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.integrations.fork_settings import ForkSettings, Publish
+from tensorlift.integrations.publisher import publisher
+from tensorlift.integrations.state import State
+
+settings = ForkSettings(publish=Publish(), registry="http://127.0.0.1:1", transports=("tcp",))
+log, model = logging.getLogger("x"), torch.nn.Linear(2, 2)
+publisher.add(lambda: State(model, "tests"), lambda: ModelKey(model="m"), settings, log)
+publisher.serve()
+assert publisher._offers[0].seed is not None
+publisher.begin_update("a test")
+raise SystemExit(7)
+"""
+
+
+def test_a_process_that_publishes_ends_by_itself():
+    found = subprocess.run([sys.executable, "-c", PROGRAM], timeout=120, capture_output=True, text=True)
+    assert (found.returncode, "Traceback" in found.stderr) == (7, False), found.stderr
+
+
+def test_readers_meet_one_version_or_none_whatever_an_engine_does(publisher, caplog):
+    """Forks one after the other, while weights change in all the ways that hooks know."""
+    model = Model(1.0)
+    model.weight = torch.nn.Parameter(torch.ones(1 << 20), requires_grad=False)
+    publisher.add(lambda: State(model, "tests"), lambda: KEY, SETTINGS, LOG)
+    publisher.serve()
+    url, seen, ended = url_of(caplog), [], threading.Event()
+
+    def read():
+        while not ended.is_set():
+            into = Model(0.0)
+            into.weight = torch.nn.Parameter(torch.zeros(1 << 20), requires_grad=False)
+            state = State(into, "tests")
+            try:
+                tensorlift.fork(url, into=state.tensors(), key=KEY, patience=1.0)
+            except ForkError:
+                continue
+            state.take()
+            seen.append({float(into.weight.min()), float(into.weight.max()), into.scale})
+
+    def write(value):
+        for part in model.weight.data.chunk(8):
+            part.fill_(value)
+            time.sleep(0.001)
+        model.scale = value
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for turn in range(2, 30):
+            value = float(turn)
+            with contextlib.suppress(ZeroDivisionError), publisher.updating("a test"):
+                write(value)
+                if turn % 4 == 1:
+                    publisher.withdraw("it sleeps", gone=True)
+                    publisher.restore()
+                    write(value + 0.5)
+                if turn % 5 == 0:
+                    model.weight.data[0] = 1 / 0
+            if turn % 3 == 0:
+                publisher.withdraw("it sleeps", lost=True, gone=True)
+                model.weight.data.fill_(-1.0)
+                publisher.restore()
+    finally:
+        with publisher.updating("the last"):
+            write(99.0)
+        waiting.until(lambda: {99.0} in seen)
+        ended.set()
+        for reader in readers:
+            reader.join(60)
+    assert all(len(one) == 1 and one != {-1.0} for one in seen), seen
 
 
 def test_held_weights_are_of_the_start_alone(publisher, caplog):
