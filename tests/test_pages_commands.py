@@ -138,7 +138,9 @@ def check_engine(words: list[str]) -> None:
     if option in words:
         given = words[words.index(option) + 1]
         assert json.loads(given)
-        parse(given, "an engine")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(TOKEN_VARIABLE, TOKEN)
+            parse(given, "an engine")
 
 
 def test_every_kind_of_command_is_there() -> None:

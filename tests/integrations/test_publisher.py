@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 
 import pytest
 import torch
+import trustme
 
 import tensorlift
 from support import leaks, ranks, waiting
@@ -49,11 +51,11 @@ def url_of(caplog, at=-1):
     return said[at].rpartition(" at ")[2].partition(",")[0]
 
 
-def forked(url, key=KEY):
+def forked(url, key=KEY, ca=None):
     """What a fork gets: (value of the weights, the number beside them, their version)."""
     model = Model(0.0)
     state = State(model, "tests")
-    came = tensorlift.fork(url, into=state.tensors(), key=key)
+    came = tensorlift.fork(url, into=state.tensors(), key=key, ca=ca)
     state.take()
     return float(model.weight[0]), model.scale, came.weights
 
@@ -84,21 +86,32 @@ def test_target_and_draft_stand_behind_one_url(publisher, caplog):
     assert forked(url_of(caplog, 0), draft)[:2] == (2.0, 2.0)
 
 
-def test_ranks_stand_behind_the_first(publisher, caplog, monkeypatch):
-    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, SETTINGS, LOG)
+@pytest.mark.parametrize("under_tls", [False, True])
+def test_ranks_stand_behind_the_first(publisher, caplog, monkeypatch, tmp_path, under_tls):
+    ca, tls = None, None
+    if under_tls:
+        authority, ca, chain = trustme.CA(), str(tmp_path / "ca.pem"), str(tmp_path / "chain.pem")
+        authority.cert_pem.write_to_path(ca)
+        authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(chain)
+        tls = (chain, chain)
+    settings = dataclasses.replace(SETTINGS, publish=Publish(readers=1, tls=tls), ca=ca)
+    publisher.add(lambda: State(Model(1.0), "tests"), lambda: KEY, settings, LOG)
     publisher.serve()
     front = url_of(caplog)
+    assert front.startswith("https://" if under_tls else "http://")
+    assert publisher._offers[0].seed.most_readers == 1
     second, key = Publisher(), ModelKey(model="m", tp=(1, 2))
     monkeypatch.setattr(publishing, "rank", lambda: 1)
-    settings = ForkSettings(publish=Publish(port=int(front.rpartition(":")[2])), transports=("tcp",))
+    port = int(front.rpartition(":")[2])
+    settings = dataclasses.replace(settings, publish=Publish(port=port, tls=tls))
     try:
         second.add(lambda: State(Model(5.0), "tests"), lambda: key, settings, LOG)
         second.serve()
-        assert forked(front, key)[:2] == (5.0, 5.0)
+        assert forked(front, key, ca)[:2] == (5.0, 5.0)
     finally:
         second.close()
     with pytest.raises(ForkError, match="does not have"):
-        forked(front, key)
+        forked(front, key, ca)
 
 
 def test_a_changed_model_has_another_version_and_is_read_as_a_whole(publisher, caplog):

@@ -357,6 +357,13 @@ def test_an_update_that_fails_leaves_nothing_to_read(vllm, url, caplog, at):
     assert is_open(url) is None
 
 
+def test_arguments_of_another_vllm_are_passed_on(vllm, url):
+    for name in ("compile_or_warm_up_model", "start_weight_update", "update_weights", "finish_weight_update"):
+        assert getattr(vllm.worker, name)("more", new="argument") == "done"
+    for name, first in (("sleep", 1), ("discard", ("weights",)), ("wake_up", None), ("reset_weights", 1)):
+        assert getattr(vllm.worker, name)(first, "more", new="argument") == "done"
+
+
 def test_moving_experts_and_the_end_close_the_seed(vllm, url):
     vllm.worker.elastic_ep_execute("load_model")
     assert is_open(url) is None

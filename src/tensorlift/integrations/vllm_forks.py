@@ -109,6 +109,9 @@ def watch(module: ModuleType) -> None:
                     setattr(kind, name, _wrapped(vars(kind)[name], around))
 
 
+# Another vLLM may have more arguments, which are its own business.
+
+
 def _wrapped(original: Any, around: Any) -> Any:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +124,7 @@ def _wrapped(original: Any, around: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _serves(publisher: Any) -> Iterator[None]:
+def _serves(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
     yield
     publisher.serve()
 
@@ -133,7 +136,7 @@ def _reloads(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _begins(publisher: Any, whole: bool = True) -> Iterator[None]:
+def _begins(publisher: Any, *_: Any, whole: bool = True, **__: Any) -> Iterator[None]:
     if publisher.is_updating:  # vLLM refuses a second session, and the first goes on
         yield
         return
@@ -157,34 +160,34 @@ def _goes_on(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ends(publisher: Any) -> Iterator[None]:
+def _ends(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
     with _goes_on(publisher):
         yield
     publisher.end_update()
 
 
 @contextlib.contextmanager
-def _sleeps(publisher: Any, level: int = 1) -> Iterator[None]:
+def _sleeps(publisher: Any, level: int = 1, *_: Any, **__: Any) -> Iterator[None]:
     publisher.withdraw("the engine sleeps", lost=level > 1, gone=True)
     yield
 
 
 @contextlib.contextmanager
-def _wakes(publisher: Any, tags: list[str] | None = None) -> Iterator[None]:
+def _wakes(publisher: Any, tags: list[str] | None = None, *_: Any, **__: Any) -> Iterator[None]:
     yield
     if tags is None or "weights" in tags:
         publisher.restore()
 
 
 @contextlib.contextmanager
-def _discards(publisher: Any, tags: tuple[str, ...]) -> Iterator[None]:
+def _discards(publisher: Any, tags: tuple[str, ...], *_: Any, **__: Any) -> Iterator[None]:
     if "weights" in tags:
         publisher.withdraw("the weights are discarded", lost=True, gone=True)
     yield
 
 
 @contextlib.contextmanager
-def _resets(publisher: Any) -> Iterator[None]:
+def _resets(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
     publisher.withdraw("the weights are reset", lost=True)
     yield
 
@@ -196,7 +199,7 @@ def _moves(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _shuts_down(publisher: Any) -> Iterator[None]:
+def _shuts_down(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
     publisher.close()
     yield
 
