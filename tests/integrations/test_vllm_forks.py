@@ -296,17 +296,15 @@ def test_a_session_of_vllm_is_one_update_whatever_comes_between(vllm, url):
     if vllm.how != "processed":
         return  # what is offered there ends with the first update
     worker = vllm.worker
-    # Without a session vLLM refuses, and no weights change.
-    for name in ("update_weights", "finish_weight_update"):
-        worker.fails = True
+    worker.fails = True
+    for name in ("update_weights", "finish_weight_update"):  # without a session vLLM refuses
         with pytest.raises(RuntimeError):
             getattr(worker, name)()
         assert is_open(url) is True
-    # It refuses a second one, and the first goes on; one of a draft does not bring what was lost.
     worker.fails = False
     worker.sleep(level=2)
     worker.wake_up()
-    worker.start_draft_weight_update()
+    worker.start_draft_weight_update()  # which does not bring what was lost; a second session is refused
     worker.fails = True
     with pytest.raises(RuntimeError):
         worker.start_weight_update()
@@ -314,16 +312,14 @@ def test_a_session_of_vllm_is_one_update_whatever_comes_between(vllm, url):
     worker.update_weights({})
     worker.finish_weight_update()
     assert is_open(url) is None
-    # Nor does one that has failed, where its end works behind all.
-    worker.start_weight_update()
+    worker.start_weight_update()  # nor does one that has failed, where its end works behind all
     worker.fails = True
     with pytest.raises(RuntimeError):
         worker.finish_weight_update()
     worker.fails = False
     worker.finish_weight_update()
     assert is_open(url) is None
-    # Weights of two versions are in memory that comes back amid a session.
-    worker.start_weight_update()
+    worker.start_weight_update()  # weights of two versions are in memory that comes back amid it
     worker.update_weights({})
     worker.sleep(level=1)
     worker.wake_up()
