@@ -103,6 +103,8 @@ def test_devices_are_looked_for_at_once(monkeypatch):
     assert parse_forks(given).to_fork()["limit"] == "25%"
     with pytest.raises(OptionError, match="devices has 'no-such-nic', which this machine does not have"):
         parse_forks({**given, "devices": "no-such-nic"})
+    with pytest.raises(OptionError, match="expected one such as rdma, efa or tcp"):
+        parse_forks({**given, "protocol": "rdma, or tcp"})
 
 
 def test_a_share_of_a_limit_is_the_seeds_where_there_are_no_nics():

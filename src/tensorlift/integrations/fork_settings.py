@@ -171,6 +171,10 @@ def _check_use(made: ForkSettings, given: Mapping[str, Any]) -> None:
             f"protocol is {quote(made.protocol)}, and no transport here ({', '.join(kinds)}) takes one; name "
             "mooncake or nixl in transports, or leave protocol out"
         )
+    if made.protocol:
+        from tensorlift.forking.fabrics import wired
+
+        wired((), made.protocol)
     if made.devices is not None:
         from tensorlift.forking.nics import chosen
 
