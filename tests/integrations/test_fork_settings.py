@@ -137,7 +137,7 @@ def test_a_token_may_come_from_the_environment(monkeypatch):
         ({"token": ""}, "token is"),
         ({"publish": True, "limit": "fast"}, "limit is 'fast'"),
         ({"publish": "yes"}, "publish is 'yes'"),
-        ({"registry": "ftp://h:1"}, "registry is 'ftp'"),
+        ({"registry": "ftp://h:1"}, "registry is 'ftp"),
         ({"registry": "http://h"}, "no URL of a seed"),
         ({"registry": "redis://h:port"}, "no URL of a Redis|'tensorlift.fleet.'"),
         ({"registry": []}, "registry is"),

@@ -125,10 +125,8 @@ def fork_into(
     settle(named)
     fork = _Fork(
         find, Wanted(wanted, ours, kinds, part_of, digests != "off", unwanted), chunk_bytes,
-        by_source(progress),
-        lambda work, sources: Reader(
-            work, sources, secret, connections, patience, digests, kinds, wiring, rate
-        ),
+        by_source(progress), lambda work, sources: Reader(
+            work, sources, secret, connections, patience, digests, kinds, wiring, rate),
     )  # fmt: skip
     (taken, weights), came, own = _filled(fork, files)
     return fork.told(time.monotonic() - begin, came, taken or wanted, weights, own)

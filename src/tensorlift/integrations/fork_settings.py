@@ -16,7 +16,7 @@ from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.keys import LOOPBACK, check_host, checked_token
 from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.tokens import token_of
-from tensorlift.forking.urls import Place, split_url
+from tensorlift.forking.urls import Endpoint, split_url
 from tensorlift.format.nearest import nearest
 from tensorlift.format.quoting import quote
 from tensorlift.options import parse_count, parse_seconds, parse_switch
@@ -43,7 +43,7 @@ class Publish:
     def front_url(self) -> str:
         """What the other ranks join."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return self.front or Place("http" if self.tls is None else "https", host, self.port).url
+        return self.front or Endpoint("http" if self.tls is None else "https", host, self.port).url
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
