@@ -195,10 +195,9 @@ def test_what_cannot_be_offered_costs_the_offer_alone(publisher, caplog, monkeyp
     publisher.serve()
     assert "(draft) is not offered: SeedError: it would stand behind 'm' (target)" in caplog.text
     # Of another rank the first is not there.
-    monkeypatch.setattr(publishing, "_JOIN_SECONDS", 0.1)
     monkeypatch.setattr(publishing, "rank", lambda: 1)
     publisher.serve()
-    assert "(draft) is not offered: SeedError: http://127.0.0.1:0 cannot be reached" in caplog.text
+    assert "(draft) is not offered: RequestError: 'http://127.0.0.1:0' is no URL of a seed" in caplog.text
 
 
 def test_a_model_that_is_loaded_again_takes_the_place_of_the_first(publisher, caplog):
