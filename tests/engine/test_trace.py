@@ -180,6 +180,17 @@ def test_failed_header_writes_too(tmp_path: Path) -> None:
     assert names(read_trace(tmp_path / "out.json"), "python") == {"load", "headers"}
 
 
+def test_paths_that_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, out = tmp_path / os.fsdecode(b"\xff.safetensors"), tmp_path / os.fsdecode(b"\xfe.json")
+    write_safetensors(file, {"a": ("U8", (4,), bytes(range(4)))})
+    monkeypatch.setattr("sys.argv", ["load", str(file)])
+    assert tensorlift.load(file, trace=out)["a"].tolist() == [0, 1, 2, 3]
+    found = read_trace(out)
+    assert found["otherData"]["command"] == ["load", f"{tmp_path}/\\udcff.safetensors"]
+    files = {event["args"]["file"] for event in complete(found) if "file" in event["args"]}
+    assert files == {f"{tmp_path}/\\udcff.safetensors"}
+
+
 def test_variable_and_pid(written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORLIFT_TRACE", str(tmp_path / "{pid}.json"))
     tensorlift.load(written.path)

@@ -26,6 +26,7 @@ from tensorlift.engine.abi import PATH_NAMES
 from tensorlift.engine.engine import Engine
 from tensorlift.engine.events import STAGE_NAMES
 from tensorlift.errors import MachineError
+from tensorlift.format.quoting import clean
 from tensorlift.outputs import Kind, check_output, write_output
 
 __all__ = ["MOST_EVENTS", "Span", "Trace", "traced", "tracks"]
@@ -92,13 +93,14 @@ class Trace:
 
     def take(self, engine: Engine) -> None:
         """What an engine has kept; call it once, before the engine is closed."""
-        self._engines.append((engine.trace(), [shard.path for shard in engine.shards]))
+        # A path need not be text, and JSON has nothing else.
+        self._engines.append((engine.trace(), [clean(shard.path) for shard in engine.shards]))
 
     def write(self) -> None:
         """Writes all events so far, replacing the file once they are on disk. Raises MachineError."""
         head = {
             "program": "tensorlift",
-            "command": sys.argv,
+            "command": list(map(clean, sys.argv)),
             "clock": "CLOCK_MONOTONIC",
             "begin_ns": self._begin,
             "engine_events_were_cut": any(len(events) >= MOST_EVENTS for events, _ in self._engines),
