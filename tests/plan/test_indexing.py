@@ -126,6 +126,9 @@ def test_a_huge_dimension_costs_nothing() -> None:
         ([0.5], IndexError, "allowed are integers, slices"),
         (([0], [1]), IndexError, "2 lists of integers"),
         ([0, 3], IndexError, "index 3 is out of bounds"),
+        (1 << 70, IndexError, f"index {1 << 70} is out of bounds for dimension 0 with size 3"),
+        (-(1 << 63), IndexError, "is out of bounds for dimension 0"),
+        (np.array([(1 << 64) - 1], np.uint64), IndexError, f"index {(1 << 64) - 1} is out of bounds"),
     ],
 )
 def test_what_is_refused(index: Any, error: type[Exception], text: str) -> None:

@@ -167,10 +167,10 @@ def _axis(entry: Any, dim: int, size: int) -> _Axis:
         number = operator.index(entry)
     except TypeError:
         return _Axis(_bounded(_integers(entry, dim), dim, size), True)
-    return _Axis(_bounded(np.array([number], np.int64), dim, size), False)
+    return _Axis(_bounded(np.array([number]), dim, size), False)
 
 
-def _integers(entry: Any, dim: int) -> Ints:
+def _integers(entry: Any, dim: int) -> npt.NDArray[Any]:
     refused = IndexError(f"index {entry!r} for dimension {dim} is not supported; allowed are {_ALLOWED}")
     if isinstance(entry, (str, bytes)):
         raise refused
@@ -180,12 +180,13 @@ def _integers(entry: Any, dim: int) -> Ints:
         raise refused from error
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise refused
-    return array.astype(np.int64)
+    return array
 
 
-def _bounded(positions: Ints, dim: int, size: int) -> Ints:
+def _bounded(positions: npt.NDArray[Any], dim: int, size: int) -> Ints:
+    """Counted from 0; integers of any size come, and what int64 does not hold is out of bounds anyway."""
     wrong = (positions < -size) | (positions >= size)
     if wrong.any():
         position = int(positions[wrong][0])
         raise IndexError(f"index {position} is out of bounds for dimension {dim} with size {size}")
-    return np.where(positions < 0, positions + size, positions)
+    return np.where(positions < 0, positions + size, positions).astype(np.int64)
