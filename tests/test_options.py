@@ -45,7 +45,8 @@ def test_size_of_any_number(count: int, unit: str) -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(
-    "value", [0, -1, "0", "-4MiB", "much", "1XB", "1.5", "0.3B", "", "1e9", 1.5, True, [], "MiB", 1 << 63]
+    "value",
+    [0, -1, "0", "-4MiB", "much", "1XB", "1.5", "0.3B", "", "1e9", 1.5, True, [], "MiB", 1 << 63, "9" * 5000],
 )
 def test_sizes_that_are_none(name: str, value: object) -> None:
     with pytest.raises(OptionError, match=rf"{name} is .*expected a size above 0.*64MiB"):

@@ -42,7 +42,8 @@ _UNITS = {
     **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
-_SIZE = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([A-Za-z]*)\s*")
+# Python makes no number of thousands of digits.
+_SIZE = re.compile(r"\s*(\d{1,30})(?:\.(\d{1,30}))?\s*([A-Za-z]*)\s*")
 _SIZE_FORM = 'a size above 0: a number of bytes, or text such as "512KiB", "64MiB" or "1GB"'
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 # The engine takes 64-bit sizes, and it counts threads and reads in 32 bits; a machine has fewer than these.
