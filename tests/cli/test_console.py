@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import typer
 
+from support.checkpoints import write_safetensors
 from tensorlift import errors
 from tensorlift.cli import console
 
@@ -77,3 +83,31 @@ def test_returned_code_is_the_exit_code() -> None:
     with pytest.raises(typer.Exit) as leaving:
         console.guarded(lambda: 3)()
     assert leaving.value.exit_code == 3
+
+
+def run(
+    *arguments: str, streams: str = "", encoding: str = "utf-8:strict"
+) -> subprocess.CompletedProcess[bytes]:
+    """The command line as a process; ``streams``: redirections of a shell."""
+    command = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-m", "tensorlift", *arguments]
+    environ = {**os.environ, "PYTHONIOENCODING": encoding}
+    return subprocess.run(command, env=environ, capture_output=True, timeout=60)
+
+
+def test_what_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b"\xff.safetensors")
+    write_safetensors(file, {"a.b.c.d.e": ("F32", (2,), bytes(8))})
+    shown = run("show", str(file), encoding="latin-1")
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert b"a.b.c.d.\\u2026" in shown.stdout
+    digested = run("digest", str(file))
+    assert (digested.returncode, digested.stderr) == (0, b"")
+    assert digested.stdout.startswith(os.fsencode(tmp_path) + b"/\\udcff.safetensors.digests.json: 1 tensor")
+
+
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&-"])
+def test_closed_streams(tmp_path: Path, streams: str) -> None:
+    write_safetensors(tmp_path / "a.safetensors", {"a": ("F32", (2,), bytes(8))})
+    done = run("show", str(tmp_path / "a.safetensors"), streams=streams)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert run("show", str(tmp_path / "b.safetensors"), streams=streams).returncode == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 import math
 import os
 import sys
@@ -30,6 +31,7 @@ __all__ = [
     "data_console",
     "exit_code",
     "guarded",
+    "keep_streams",
     "matching",
     "number",
     "print_error",
@@ -63,6 +65,19 @@ P = ParamSpec("P")
 
 # Verbs write to stdout alone (doctor's small file has an error of its own), so that these are about it.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def keep_streams() -> None:
+    """Has standard streams to read and write, whatever the caller gave.
+
+    One that is closed leads nowhere, and no file of ours gets its number. What stdout's encoding lacks (names
+    of tensors and files may be anything) is written as escapes, as Python does on stderr.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process lasts
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def exit_code(error: BaseException) -> int:

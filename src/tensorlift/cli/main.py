@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tensorlift.cli import bench, digest, doctor, fork, load, plan, registry, seed, show, synth, tune, verify
-from tensorlift.cli.console import EXIT_CODES
+from tensorlift.cli.console import EXIT_CODES, keep_streams
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -79,6 +79,7 @@ def _send_soon() -> None:
 
 def main() -> None:
     """Runs the command line; ends the process."""
+    keep_streams()
     sys.unraisablehook = _interrupt_again
     app()
 
