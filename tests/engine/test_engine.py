@@ -67,7 +67,7 @@ def test_pieces_land_where_they_should(shard: Shard) -> None:
     wanted[60 : 60 + 200_000] = np.frombuffer(content[64 : 64 + 200_000], np.uint8)
     wanted[:9] = list(content[:9])
     assert (to == wanted).all()
-    assert report.nbytes == 200_014
+    assert report.bytes == 200_014
     assert sum(report.residency.values()) == 1
     assert report.threads >= 1
 

@@ -3,77 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from tensorlift.engine.abi import PATH_NAMES
 from tensorlift.engine.engine import Engine
 from tensorlift.format.quoting import clean, plural
 from tensorlift.stats import LoadStats
 
-__all__ = ["EngineReport", "report_of"]
+__all__ = ["report_of"]
 
 _log = logging.getLogger("tensorlift")
 _logged: set[str] = set()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineReport:
-    """Counters of one engine, as plain values; sizes are bytes."""
+def report_of(engine: Engine, *, log: bool = False) -> LoadStats:
+    """The counters now, as far as the engine knows of its load; ``bytes``: delivered, by all paths.
 
-    readers: Mapping[str, int] = field(default_factory=dict)
-    reads: Mapping[str, int] = field(default_factory=dict)
-    residency: Mapping[str, int] = field(default_factory=dict)
-    fallbacks: tuple[str, ...] = ()
-    direct_bytes: int = 0
-    bounced_bytes: int = 0
-    copies: int = 0
-    pinned_peak_bytes: int = 0
-    pinned_reused_bytes: int = 0
-    threads: int = 0
-    slot_wait_seconds: float = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes delivered by all paths."""
-        return sum(self.readers.values())
-
-    def stats(
-        self,
-        *,
-        nbytes: int,
-        tensors: int,
-        files: int,
-        arenas: int,
-        device_peak_bytes: int,
-        seconds: Mapping[str, float],
-        verified: int = 0,
-    ) -> LoadStats:
-        """The record of a load, with what the engine does not know."""
-        return LoadStats(
-            bytes=nbytes,
-            tensors=tensors,
-            files=files,
-            seconds=seconds,
-            readers=self.readers,
-            reads=self.reads,
-            direct_bytes=self.direct_bytes,
-            bounced_bytes=self.bounced_bytes,
-            residency=self.residency,
-            fallbacks=self.fallbacks,
-            threads=self.threads,
-            pinned_peak_bytes=self.pinned_peak_bytes,
-            pinned_reused_bytes=self.pinned_reused_bytes,
-            device_peak_bytes=device_peak_bytes,
-            arenas=arenas,
-            copies=self.copies,
-            slot_wait_seconds=self.slot_wait_seconds,
-            verified=verified,
-        )
-
-
-def report_of(engine: Engine, *, log: bool = False) -> EngineReport:
-    """The counters now. ``log``: fallbacks go to the log, each reason once a process, with its first file."""
+    ``log``: fallbacks go to the log, each reason once a process, with its first file.
+    """
     stats = engine.stats()
     used = [at for at in range(len(PATH_NAMES)) if stats.reads_by_path[at] or stats.bytes_by_path[at]]
     residency: dict[str, int] = {}
@@ -96,8 +42,10 @@ def report_of(engine: Engine, *, log: bool = False) -> EngineReport:
             if reason not in _logged:
                 _logged.add(reason)
                 _log.warning("%s", text)
-    return EngineReport(
-        readers={PATH_NAMES[at]: int(stats.bytes_by_path[at]) for at in used},
+    readers = {PATH_NAMES[at]: int(stats.bytes_by_path[at]) for at in used}
+    return LoadStats(
+        bytes=sum(readers.values()),
+        readers=readers,
         reads={PATH_NAMES[at]: int(stats.reads_by_path[at]) for at in used},
         residency=residency,
         fallbacks=tuple(texts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -126,14 +127,12 @@ class Direct(Running):
 
     def stats(self) -> LoadStats:
         """What was done; seconds are the caller's to add."""
-        return self.report().stats(
-            nbytes=self._nbytes,
+        return dataclasses.replace(
+            self.report(),
+            bytes=self._nbytes,
             tensors=self._tensors,
             files=self._shards,
-            arenas=0,
-            device_peak_bytes=0,
             verified=self._checks.checked if self._checks is not None else 0,
-            seconds={},
         )
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorlift.engine.engine import Engine
-from tensorlift.engine.report import EngineReport, report_of
+from tensorlift.engine.report import report_of
 from tensorlift.engine.sizing import size_engine
 from tensorlift.engine.trace import Trace
 from tensorlift.errors import RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.options import LoadOptions
+from tensorlift.stats import LoadStats
 from tensorlift.tensors.memory import Memory
 
 __all__ = ["Running", "Tick", "both"]
@@ -70,7 +71,7 @@ class Running:
         )
         self._trace = trace
         self._known: dict[bytes, int] = {}
-        self._report = EngineReport()
+        self._report = LoadStats()
         # For the end alone. Reentrant: a collection of garbage that comes under it may close as well.
         self._ending = threading.RLock()
 
@@ -94,7 +95,7 @@ class Running:
             self._engine.stream_wait(self.memory.stream() if stream is None else stream)
             self.memory.ready()
 
-    def report(self) -> EngineReport:
+    def report(self) -> LoadStats:
         """The engine's counters, now or when it was closed."""
         with self._ending:
             return self._report if self._engine.closed else report_of(self._engine)
@@ -102,7 +103,7 @@ class Running:
     def bytes_done(self) -> int:
         """Bytes delivered so far."""
         with self._ending:
-            return self._report.nbytes if self._engine.closed else self._engine.bytes_done()
+            return self._report.bytes if self._engine.closed else self._engine.bytes_done()
 
     def close(self) -> None:
         """Cancels what is under way, waits for it, lets all go: no byte is written after this."""

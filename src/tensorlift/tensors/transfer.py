@@ -7,6 +7,7 @@ one.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -278,8 +279,9 @@ class Transfer(Running):
             nbytes += part.table.nbytes if done == len(part.table) else int(part.table.sizes[:done].sum())
             files += int(np.count_nonzero(np.bincount(part.table.files[:done])))
             tensors += done
-        return self.report().stats(
-            nbytes=nbytes,
+        return dataclasses.replace(
+            self.report(),
+            bytes=nbytes,
             tensors=tensors,
             files=files,
             arenas=sum(len(part.layout.arena_nbytes) for part in self._parts),
