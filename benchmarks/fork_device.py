@@ -221,11 +221,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
-    facts = machine.facts(options.folder.parent)
-    if options.commit:
-        facts["commit"] = options.commit
-    if options.device != "cpu":
-        facts |= {"gpu": torch.cuda.get_device_name(options.device), "cuda": torch.version.cuda}
+    facts = machine.facts(options.folder.parent, device=options.device, commit=options.commit)
     rows: list[Row] = []
     if not options.only:
         try:

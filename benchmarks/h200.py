@@ -149,12 +149,9 @@ class Report:
         self.path: Path | None = None
         self._theme = f"rows-{'-'.join(options.rows)}"
         self._settings = {key: str(value) for key, value in vars(options).items()}
-        self._machine = machine.facts(options.folder.parent, options.disk)
-        if options.commit:
-            self._machine["commit"] = options.commit
-        if bench.sampler.is_cuda:
-            name = torch.cuda.get_device_name(options.device)
-            self._machine |= {"gpu": name, "cuda": torch.version.cuda}
+        self._machine = machine.facts(
+            options.folder.parent, options.disk, device=options.device, commit=options.commit
+        )
 
     def write(self) -> None:
         """What there is so far."""

@@ -330,16 +330,6 @@ def requests(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 }
 
 
-def facts_of(options: argparse.Namespace) -> dict[str, Any]:
-    """About the machine; before the first figure, for it makes a context on the device."""
-    facts = machine.facts(options.folder.parent)
-    if options.commit:
-        facts["commit"] = options.commit
-    if options.device != "cpu":
-        facts |= {"gpu": torch.cuda.get_device_name(options.device), "cuda": torch.version.cuda}
-    return facts
-
-
 def write(options: argparse.Namespace, facts: dict[str, Any], results: list[dict[str, Any]]) -> Path:
     settings = {key: str(value) for key, value in vars(options).items() if key != "child"}
     record = make_record("memory", facts, settings, bar_bytes=BAR, results=results)
@@ -355,7 +345,8 @@ def main(argv: list[str] | None = None) -> int:
     results: list[dict[str, Any]] = []
     good = True
     path: Path | None = None
-    facts = facts_of(options)
+    # Before the first figure, for it makes a context on the device.
+    facts = machine.facts(options.folder.parent, device=options.device, commit=options.commit)
     try:
         for name, specs in models(options.layers, (options.rows, EMBEDDING[1])).items():
             cases.append(write_shards(options.folder / name, in_shards(specs, 4 if name == "target" else 1)))

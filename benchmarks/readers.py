@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tensorlift.bench import machine
 from tensorlift.bench.ceilings import Ceilings
+from tensorlift.bench.report import make_record, write_record
 from tensorlift.bench.trials import Trials
 from tensorlift.bench.tuning import Choice
 from tensorlift.options import HOST_BACKENDS, parse_size
@@ -58,7 +55,6 @@ def main() -> int:
     parser.add_argument("path")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bytes", default="1GB", help="measure the first tensors of about this many bytes")
-    parser.add_argument("--hardware", default="this-machine", help="a word for the file's name")
     given = parser.parse_args()
     trials = Trials([given.path], "cpu")
     trials.take(parse_size(given.bytes, "--bytes"))
@@ -80,19 +76,13 @@ def main() -> int:
             f"{row['state']}  {row['reader']:<20} {row['median_seconds']:.3f} s ({spread})  "
             f"{row['rate'] / 1e9:.2f} GB/s  cached afterwards {cached:.0%}"
         )
-    record = {
-        "machine": facts,
-        "command": ["benchmarks/readers.py", *sys.argv[1:]],
+    settings = {
+        "command": sys.argv,
         "load_average": {"before": load_before, "after": os.getloadavg()},
         "bytes": trials.bytes,
         "cold_is_proven": trials.cold_is_proven,
-        "rows": rows,
     }
-    RESULTS.mkdir(exist_ok=True)
-    word = re.sub(r"[^\w.-]+", "-", given.hardware)
-    file = RESULTS / f"readers-{word}-{time.strftime('%Y-%m-%d')}.json"
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
-    print(file)
+    print(write_record(RESULTS, make_record("readers", facts, settings, rows=rows)))
     return 0
 
 

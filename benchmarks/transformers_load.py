@@ -234,11 +234,7 @@ def main(argv: list[str] | None = None) -> int:
 
     options = arguments(argv)
     transformers.utils.logging.disable_progress_bar()
-    facts = machine.facts(options.folder.parent) | {"transformers": transformers.__version__}
-    if options.commit:
-        facts["commit"] = options.commit
-    if options.device != "cpu":
-        facts |= {"gpu": torch.cuda.get_device_name(options.device), "cuda": torch.version.cuda}
+    facts = machine.facts(options.folder.parent, device=options.device, commit=options.commit)
     plain, loads = ways(options.device)
     warm_up(options.device)
     try:

@@ -14,6 +14,7 @@ from tensorlift.bench.ceilings import Ceilings
 from tensorlift.bench.parity import compare_bytes
 from tensorlift.bench.report import Row, show_rows, write_report
 from tensorlift.bench.rows import Bench
+from tensorlift.bench.samples import say
 from tensorlift.engine.sizing import size_engine
 from tensorlift.loading import load
 from tensorlift.options import LoadOptions
@@ -37,14 +38,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _checked(case: Case) -> Case:
     """The case, once all its bytes have been compared with the plain library's."""
     count = compare_bytes(load(case.folder, device="cpu"), case.files)
-    _say(f"{case.folder}: {count} tensors, {case.nbytes / 1e9:.2f} GB, same bytes as safetensors")
+    say(f"{case.folder}: {count} tensors, {case.nbytes / 1e9:.2f} GB, same bytes as safetensors")
     return case
 
 

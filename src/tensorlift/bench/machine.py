@@ -17,9 +17,12 @@ __all__ = ["facts", "file_system", "limits", "versions"]
 _PACKAGES = ("tensorlift", "torch", "numpy", "msgspec", "safetensors", "transformers", "huggingface_hub")
 
 
-def facts(*folders: Path) -> dict[str, Any]:
-    """Processor, memory, kernel, limits, versions, and the file system of each folder."""
-    return {
+def facts(*folders: Path, device: str = "cpu", commit: str | None = None) -> dict[str, Any]:
+    """Processor, memory, kernel, limits, versions, the file system of each folder, and the device.
+
+    ``commit``: of the tree, where git is not there to tell.
+    """
+    found = {
         "processor": _processor(),
         "cpus": len(os.sched_getaffinity(0)),
         "last_level_cache_bytes": machine.last_level_cache(),
@@ -28,9 +31,14 @@ def facts(*folders: Path) -> dict[str, Any]:
         "system": _system(),
         **limits(),
         "versions": versions(),
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "folders": {str(folder): file_system(folder) for folder in folders},
     }
+    if device != "cpu":
+        import torch
+
+        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return found
 
 
 def versions() -> dict[str, str]:

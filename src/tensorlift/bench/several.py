@@ -153,9 +153,7 @@ class Report:
         rows = [] if options.rows == list(ROWS) else options.rows
         self._theme = "-".join(["several", str(len(bench.devices)), *rows])
         self._settings = {key: str(value) for key, value in vars(options).items()}
-        self._machine = machine.facts(options.folder.parent, options.disk)
-        if options.commit:
-            self._machine["commit"] = options.commit
+        self._machine = machine.facts(options.folder.parent, options.disk, commit=options.commit)
 
     def write(self) -> None:
         """What there is so far."""

@@ -15,6 +15,7 @@ import numpy as np
 from tensorlift import sources
 from tensorlift.bench.ceilings import drop_cache, fill_cache
 from tensorlift.bench.tuning import AUTOMATIC, Choice
+from tensorlift.bench.worker import disk_bytes
 from tensorlift.engine.sizing import EngineSize, size_engine
 from tensorlift.errors import CheckpointError
 from tensorlift.options import LoadOptions
@@ -97,9 +98,8 @@ class Trials:
 
 
 def _fetched_bytes() -> int | None:
-    """Bytes that this process caused to be read from storage; None where the kernel does not say."""
+    """The same as disk_bytes(); None where the kernel does not say."""
     try:
-        lines = Path("/proc/self/io").read_text().splitlines()
+        return disk_bytes()
     except OSError:
         return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
