@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -145,9 +146,24 @@ def test_no_room_is_said_before_anything_is_written(
     monkeypatch.setattr(
         writing.shutil, "disk_usage", lambda _: writing.shutil._ntuple_diskusage(9000, 8999, 1)
     )
-    with pytest.raises(MachineError, match=r"0\.00 GB are free"):
+    with pytest.raises(MachineError, match=r"0\.00 GB are free; make room, or name a folder elsewhere"):
         cases.write_model(tmp_path, tiny)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_may_be_under_way_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: str, is_alone: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    other = tmp_path / ".tensorlift-unfinished-of-another-run"
+    other.mkdir()
+    if not is_alone:
+        monkeypatch.setattr(writing.fcntl, "flock", refuse)
+    cases.write_model(tmp_path, tiny)
+    assert other.exists() is not is_alone
 
 
 def test_interrupted_run_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:

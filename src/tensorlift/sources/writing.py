@@ -143,16 +143,19 @@ def write_checkpoint(
         if folder.exists() and not folder.is_dir():
             raise RequestError(f"{folder} is a file; name a folder to write the checkpoint to")
         _check_room(folder, total, () if keep else _checkpoint_in(folder))
-        with _made(folder), _alone(folder):
+        with _made(folder), _alone(folder) as is_alone:
             old = _checkpoint_in(folder)
             if old and keep:
                 raise RequestError(
                     f"{folder} holds a checkpoint already: {old[-1].name}{_more(len(old) - 1)}; "
                     "another folder, or --force to replace it"
                 )
+            if is_alone:
+                for leftover in folder.glob(f"{_UNDER_WAY}*"):
+                    shutil.rmtree(leftover, ignore_errors=True)
             _write_all(folder, names, shards, write, old)
     except OSError as error:
-        raise MachineError(f"{error.filename or folder}: cannot write: {error.strerror}") from error
+        raise MachineError(f"{error.filename or folder}: cannot write: {error.strerror or error}") from error
     tensors = sum(len(specs) for specs in shards)
     return Case(folder, tuple(folder / name for name in names), tensors, total)
 
@@ -190,18 +193,19 @@ def _made(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One run at a time in a folder; the kernel forgets a run that dies."""
+def _alone(folder: Path) -> Iterator[bool]:
+    """One run at a time in a folder; the kernel forgets a run that dies. False where that cannot be told."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    is_alone = True
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RequestError(f"{folder}: another run is writing a checkpoint there; wait for it") from None
         except OSError:
-            # Network file systems lock no folders; names of files under way are each run's own there too.
-            pass
-        yield
+            # Network file systems may lock no folder; names of files under way are each run's own there too.
+            is_alone = False
+        yield is_alone
     finally:
         os.close(fd)
 
@@ -212,7 +216,8 @@ def _check_room(folder: Path, nbytes: int, replaced: Sequence[Path]) -> None:
     free = shutil.disk_usage(above).free + sum(_own_bytes(file) for file in replaced)
     if nbytes > free:
         raise MachineError(
-            f"{folder}: {nbytes / 1e9:.2f} GB are to be written, {free / 1e9:.2f} GB are free; fewer layers?"
+            f"{folder}: {nbytes / 1e9:.2f} GB are to be written, {free / 1e9:.2f} GB are free; make "
+            "room, or name a folder elsewhere"
         )
 
 
@@ -230,8 +235,6 @@ def _write_all(
     old: Sequence[Path],
 ) -> None:
     """Writes into a folder of its own inside, then gives each file its name; ``old`` goes in between."""
-    for leftover in folder.glob(f"{_UNDER_WAY}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
     total = sum(spec.nbytes for specs in shards for spec in specs)
     written = [*names]
     # Where there is no room for both, the old one has to go first.
