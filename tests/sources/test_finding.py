@@ -298,7 +298,7 @@ def test_the_index_decides(tmp_path):
     write_safetensors(tmp_path / "model.safetensors", rows("a", "b", "stray"))
     write_safetensors(tmp_path / "consolidated.safetensors", rows("other"))
     found = find(tmp_path)
-    assert found.left_out == ("consolidated.safetensors", "model.safetensors")
+    assert [source.member for source in found.files] == sorted(set(found.weight_map.values()))
     assert read_headers(found).names == ["a", "b"]
 
 

@@ -14,7 +14,7 @@ __all__ = [
     "ask", "bind", "each",
 ]  # fmt: skip
 
-u8, u16, u32, u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
+u32, u64 = ctypes.c_uint32, ctypes.c_uint64
 i32, ptr, text = ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p
 
 

@@ -54,8 +54,6 @@ class Found:
     files: tuple[Source, ...]
     weight_map: Mapping[str, str] | None = None
     """Of the index: tensor name to `Source.member`; None where there is no index."""
-    left_out: tuple[str, ...] = ()
-    """Safetensors files of the folder that are not part of the checkpoint."""
 
     @property
     def members(self) -> list[str]:
@@ -211,17 +209,13 @@ def _folder(shown: str) -> Found:
         raise refused(error, shown, "listed") from None
     index = choose_index(names, shown)
     if index is not None:
-        found = _index(shown, index, shown)
-    else:
-        chosen = choose_files(names, shown)
-        if not chosen:
-            if hub.is_cache_folder(shown, names):
-                return replace(_folder(hub.snapshot_of(shown)), where=shown)
-            raise nothing_in(shown, names, _folders_with_weights(shown, names))
-        found = Found(shown, tuple(_shard(os.path.join(shown, name), None, "") for name in chosen))
-    taken = {os.path.basename(source.path) for source in found.files}
-    others = sorted(name for name in names if name.lower().endswith(SUFFIX) and name not in taken)
-    return replace(found, left_out=tuple(others))
+        return _index(shown, index, shown)
+    chosen = choose_files(names, shown)
+    if not chosen:
+        if hub.is_cache_folder(shown, names):
+            return replace(_folder(hub.snapshot_of(shown)), where=shown)
+        raise nothing_in(shown, names, _folders_with_weights(shown, names))
+    return Found(shown, tuple(_shard(os.path.join(shown, name), None, "") for name in chosen))
 
 
 def _folders_with_weights(shown: str, names: list[str]) -> list[str]:
