@@ -2,10 +2,9 @@
 
 The rules where files overlap
   - With an index, a tensor that it lists comes from the shard it names, and from nowhere else. A shard that
-  lacks it
-    is an error.
+    lacks it is an error.
   - A tensor that a shard holds and the index does not list is loaded too, unless another shard holds it as
-  well. - Without an index, a name in two files is an error that names both.
+    well: then, as without an index, a name in two files is an error that names both.
 """
 
 from __future__ import annotations

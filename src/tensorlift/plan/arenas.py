@@ -10,8 +10,8 @@ Theory of operation
 
         file     |hdr 8n+8|  a: F32 x 1000  | b: U8 x 3 | c: F32 x 8 | d: F32 x 8 |
         shift            8                          8         9            9            (modulo 16)
-        arena             [a...............][b..]..[c.........][d.........]            one gap where the
-        residue changes
+        arena             [a...............][b..]..[c.........][d.........]
+                                                 one gap, where the residue changes
 
     Tensors that demand most choose first (16 bytes, then 8, 4, 2); the others take the residue of the tensor
     before them, or behind them, if their own alignment allows, else their own. On a CPU the shift of long

@@ -3,12 +3,10 @@ share memory.
 
 Rules
     - Names that are one and the same tensor (tied parameters) are filled once: the last name in the model's
-    order that the
-      checkpoint has wins, as in `load_state_dict`. The other names are satisfied by it.
+      order that the checkpoint has wins, as in `load_state_dict`. The other names are satisfied by it.
     - A destination that is dense, has the checkpoint's dtype and overlaps no other is written in place.
     - The others get a copy: of another dtype, not contiguous, of a subclass of Tensor; destinations that
-    overlap in part
-      are copied last, in the model's order.
+      overlap in part are copied last, in the model's order.
 """
 
 from __future__ import annotations
