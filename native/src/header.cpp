@@ -18,6 +18,8 @@ namespace {
 constexpr uint32_t kMostDimensions = 64;
 // More than any memory has, and few enough for their bits to be counted.
 constexpr int64_t kMostElements = INT64_MAX / 64;
+// Farther than any file reaches, and near enough for the header's bytes to be added.
+constexpr int64_t kFarthest = INT64_MAX / 2;
 
 class Scanner {
 public:
@@ -151,7 +153,7 @@ private:
 
     bool offsets(tl_header::Entry *entry) {
         return take('[') && integer(&entry->begin) && take(',') && integer(&entry->end) && take(']') &&
-               entry->begin <= entry->end;
+               entry->begin <= entry->end && entry->end <= kFarthest;
     }
 
     // Only where it begins and ends: what is in it is for Python.

@@ -117,6 +117,7 @@ public:
             if (code < 0) break;
             workers_.push_back(std::move(worker));
         }
+        threads_.reserve(workers_.size());  // what fails below leaves no thread without an owner
         try {
             for (auto &worker : workers_) threads_.emplace_back([&worker] { worker->run(); });
         } catch (const std::system_error &error) {
