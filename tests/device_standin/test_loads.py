@@ -31,7 +31,6 @@ SMALL = {
 LATE_US = 2000
 # A page a slot comes on top, so that direct reads land in place.
 PINNED_MOST = SMALL["pinned_bytes"] + SMALL["pinned_bytes"] // SMALL["slot_size"] * 4096
-STANDIN = ROOT / "native/tests/standin"
 ENTRIES = [
     (kind, name)
     for kind in KINDS

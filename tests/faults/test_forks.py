@@ -27,7 +27,6 @@ from tensorlift.forking.seed import Seed
 
 CHUNK = 40_000
 FORK: dict[str, Any] = {"chunk_bytes": CHUNK, "patience": 60.0}
-IN_FLIGHT = 2 * CHUNK  # of one seed
 LIMIT = "4MB/s"
 
 
