@@ -33,6 +33,7 @@ __all__ = [
     "guarded",
     "keep_streams",
     "matching",
+    "named",
     "number",
     "print_error",
     "told",
@@ -104,6 +105,11 @@ def number(value: float) -> float:
     if math.isnan(value):
         raise typer.BadParameter("expected a number")
     return value
+
+
+def named(paths: list[str]) -> str | list[str]:
+    """What PATH... stands for: one may be a folder, an index or a Hub id, several are files."""
+    return paths[0] if len(paths) == 1 else paths
 
 
 def matching(count: int, digests: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from tensorlift.cli.console import guarded
+from tensorlift.cli.console import guarded, named
 from tensorlift.format.quoting import plural
 from tensorlift.stats import human_bytes
 
@@ -71,7 +71,7 @@ def command(
     from tensorlift import sources
     from tensorlift.sources.sidecars import check_place, sidecar_to_write, write_sidecar
 
-    checkpoint = sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths))
+    checkpoint = sources.read_headers(sources.find(named(paths)))
     path = sidecar_to_write(checkpoint) if out is None else out
     check_place(
         path, checkpoint, "--out" if out is not None else "the place of the digests (--out names another)"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tensorlift.cli.console import guarded, matching, told
+from tensorlift.cli.console import guarded, matching, named, told
 from tensorlift.cli.interrupts import at_once
 from tensorlift.options import BACKENDS, LoadOptions
 from tensorlift.stats import human_bytes
@@ -57,7 +57,7 @@ def _digests(paths: list[str], given: dict[str, Any]) -> str:
     verify = LoadOptions.resolve(**given).verify
     if isinstance(verify, str):
         return verify
-    return find_sidecar(sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths)))
+    return find_sidecar(sources.read_headers(sources.find(named(paths))))
 
 
 def _once(
@@ -67,9 +67,7 @@ def _once(
         from tensorlift.loading import load  # torch only now
 
     with told(progress) as report:
-        state = load(
-            paths[0] if len(paths) == 1 else paths, device=device, names=names, progress=report, **given
-        )
+        state = load(named(paths), device=device, names=names, progress=report, **given)
         return state.stats
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import data_console, guarded, number
+from tensorlift.cli.console import data_console, guarded, named, number
 from tensorlift.format.quoting import plural
 from tensorlift.options import parse_rate
 from tensorlift.plan.prediction import DEFAULT_RATES, Prediction, Rates, Work, best, predict
@@ -59,7 +59,7 @@ def command(
     rates = Rates(**{name: parse_rate(text, "--" + name) for name, text in given.items() if text is not None})
     from tensorlift import sources  # numpy and msgspec only when needed
 
-    checkpoint = sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths, download=False))
+    checkpoint = sources.read_headers(sources.find(named(paths), download=False))
     work = _work(checkpoint, ranks, tp)
     on_host = min(ranks, _RANKS_OF_A_HOST) if ranks_per_host is None else ranks_per_host
     work = dataclasses.replace(work, ranks_per_host=on_host, group=group, cached=cached)

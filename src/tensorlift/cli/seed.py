@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tensorlift.cli.console import guarded, told
+from tensorlift.cli.console import guarded, named, told
 from tensorlift.cli.interrupts import at_once, until_terminated
 from tensorlift.cli.options import (
     AS_JSON,
@@ -146,7 +146,7 @@ def _loaded(paths: list[str], progress: bool | None) -> tuple[dict[str, Any], di
     from tensorlift import sources
     from tensorlift.loading import load_into
 
-    path = paths[0] if len(paths) == 1 else paths
+    path = named(paths)
     checkpoint = sources.read_headers(sources.find(path))
     tensors = _room_for(checkpoint)
     with told(progress) as report:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import data_console, guarded
+from tensorlift.cli.console import data_console, guarded, named
 from tensorlift.format.quoting import clean, plural
 from tensorlift.stats import human_bytes
 
@@ -31,7 +31,7 @@ def command(
     """Show files, dtypes, bytes by prefix and tensors of a checkpoint; reads headers only."""
     from tensorlift import sources  # numpy and msgspec only when needed
 
-    checkpoint = sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths, download=False))
+    checkpoint = sources.read_headers(sources.find(named(paths), download=False))
     facts = describe(checkpoint, depth, tensors)
     if as_json:
         print(json.dumps(facts, indent=2))

@@ -7,7 +7,7 @@ import json
 
 import typer
 
-from tensorlift.cli.console import guarded, matching
+from tensorlift.cli.console import guarded, matching, named
 from tensorlift.cli.digest import make
 
 __all__ = ["command"]
@@ -32,7 +32,7 @@ def command(
     from tensorlift.format.quoting import clean, plural
     from tensorlift.sources.sidecars import find_sidecar, is_of_all, read_sidecar
 
-    checkpoint = sources.read_headers(sources.find(paths[0] if len(paths) == 1 else paths))
+    checkpoint = sources.read_headers(sources.find(named(paths)))
     path = find_sidecar(checkpoint) if digests is None else digests
     expected = read_sidecar(path)
     made = make(checkpoint)
