@@ -107,7 +107,7 @@ Failure Sender::converse(Socket &socket) {
     while (true) {
         bool closed = false;
         if (Failure f = socket.wait_for_request(&closed)) return f;
-        Request request{};
+        ChunkRequest request{};
         if (Failure f = socket.receive(&request, sizeof request, &closed)) return f;
         if (closed) return {};
         bool done = false;
@@ -125,13 +125,13 @@ Stage *Sender::stage_of(const tl_region &region, Stages &stages, Failure *why) {
     return made ? stages.emplace_back(std::move(made)).get() : nullptr;
 }
 
-bool Sender::inside(const Request &request) const {
+bool Sender::inside(const ChunkRequest &request) const {
     if (request.region >= regions_.size()) return false;
     const uint64_t size = regions_[request.region].nbytes;
     return request.offset <= size && request.nbytes <= size - request.offset;
 }
 
-Failure Sender::answer(Socket &socket, const Request &request, Stages &stages, bool *done) {
+Failure Sender::answer(Socket &socket, const ChunkRequest &request, Stages &stages, bool *done) {
     Answer answer{kAnswer, TL_CHUNK_OK, 0};
     {
         std::lock_guard<std::mutex> lock(state_mutex_);
@@ -173,7 +173,7 @@ Failure Sender::send_block(Socket &socket, const char *bytes, uint64_t nbytes, c
     return {};
 }
 
-Failure Sender::send_bytes(Socket &socket, const Request &request, Stage *stage) {
+Failure Sender::send_bytes(Socket &socket, const ChunkRequest &request, Stage *stage) {
     Outgoing outgoing(stage, regions_[request.region].address + request.offset, request.nbytes);
     Blocks blocks(request.digest != 0);
     Digest digests[kDigestsAtOnce];

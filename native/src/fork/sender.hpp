@@ -47,12 +47,12 @@ private:
 
     void work(Connection &connection);
     Failure converse(Socket &socket);
-    Failure answer(Socket &socket, const Request &request, Stages &stages, bool *done);
-    Failure send_bytes(Socket &socket, const Request &request, Stage *stage);
+    Failure answer(Socket &socket, const ChunkRequest &request, Stages &stages, bool *done);
+    Failure send_bytes(Socket &socket, const ChunkRequest &request, Stage *stage);
     Failure send_block(Socket &socket, const char *bytes, uint64_t nbytes, const Digest &digest);
     static Stage *stage_of(const tl_region &region, Stages &stages, Failure *why);
     Failure pause(uint64_t nanoseconds);
-    bool inside(const Request &request) const;
+    bool inside(const ChunkRequest &request) const;
     void collect();
 
     const std::vector<tl_region> regions_;

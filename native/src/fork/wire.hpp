@@ -1,6 +1,6 @@
 // What goes over the wire, little endian, after a handshake that is none of its business:
 //
-//   fork   Request
+//   fork   ChunkRequest
 //   seed   Answer, and where its outcome is TL_CHUNK_OK the bytes and a Trailer
 //
 // and again, until one side closes. A region and an offset are numbers of the manifest, never addresses. The epoch in
@@ -26,7 +26,7 @@ inline constexpr uint32_t kCopied = 0x50434c54;   // "TLCP"
 // What is digested and sent, or received and digested, while it is in a processor core's own cache.
 inline constexpr uint64_t kBlock = 256u << 10;
 
-struct Request {
+struct ChunkRequest {
     uint32_t magic;
     uint32_t region;
     uint64_t offset;
@@ -53,6 +53,6 @@ struct Trailer {
     uint8_t digest[16];
 };
 
-static_assert(sizeof(Request) == 40 && sizeof(Answer) == 16 && sizeof(Trailer) == 32);
+static_assert(sizeof(ChunkRequest) == 40 && sizeof(Answer) == 16 && sizeof(Trailer) == 32);
 
 }  // namespace tl
