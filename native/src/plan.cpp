@@ -240,6 +240,13 @@ Failure check_piece(const tl_piece *pieces, uint64_t i, const std::vector<uint64
         p.file_offset + p.nbytes > static_cast<uint64_t>(INT64_MAX)) {
         return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has a range that wraps around");
     }
+    const uint64_t file_nbytes = files[static_cast<size_t>(p.file)];
+    // Before anything is planned: a plan is as large as its bytes are many.
+    if (p.rows == 0 && p.file_offset + p.nbytes > file_nbytes) {
+        return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) +
+                                            " reaches past the end of its file, which has " +
+                                            std::to_string(file_nbytes) + " bytes");
+    }
     if (p.nbytes > 0 && p.destination == 0) {
         return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " has no destination");
     }
@@ -254,7 +261,7 @@ Failure check_piece(const tl_piece *pieces, uint64_t i, const std::vector<uint64
         p.destination < pieces[i - 1].destination + pieces[i - 1].nbytes) {
         return failure(TL_ERR_ARGUMENT, "piece " + std::to_string(i) + " joins one that lies behind it");
     }
-    return check_rows(p, "piece " + std::to_string(i), files[static_cast<size_t>(p.file)]);
+    return check_rows(p, "piece " + std::to_string(i), file_nbytes);
 }
 
 }  // namespace tl

@@ -57,6 +57,31 @@ TEST(shorter_than_announced) {
     });
 }
 
+TEST(more_than_the_file_has_is_refused_before_it_is_planned) {
+    // A plan of a petabyte would take gigabytes by itself.
+    const Folder folder;
+    write_file(folder.file("a"), random_bytes(10000, 1));
+    for (const int kind : {static_cast<int>(TL_DEVICE_CPU), static_cast<int>(TL_DEVICE_CUDA)}) {
+        if (kind == TL_DEVICE_CUDA) standin(kind);
+        Engine engine(options_for(kind));
+        const std::int32_t file = engine.add(folder.file("a"), 10000);
+        Bytes memory(10000);
+        const auto at = reinterpret_cast<std::uintptr_t>(memory.data());
+        for (const auto &[offset, nbytes] :
+             std::vector<std::pair<std::uint64_t, std::uint64_t>>{{0, std::uint64_t{1} << 50},
+                                                                  {0, 10001},
+                                                                  {9999, 2},
+                                                                  {10001, 0},
+                                                                  {std::uint64_t{1} << 62, 1}}) {
+            REQUIRE_EQ(engine.submit({{offset, nbytes, at, file, 0, 0, 0}}), TL_ERR_ARGUMENT);
+            REQUIRE(std::strstr(engine.error.message, "past the end of its file") != nullptr);
+        }
+        REQUIRE_EQ(engine.submit({{0, 10000, at, file, 0, 0, 0}, {10000, 0, at, file, 0, 0, 0}}), TL_OK);
+        REQUIRE_SAYING(engine.wait() == TL_OK, engine.error.message);
+        engine.destroy();
+    }
+}
+
 TEST(emptied) {
     for_each_usable([](std::uint32_t backend, const Folder &, const std::string &path) {
         Engine engine(options_for(TL_DEVICE_CPU, {backend}));
