@@ -60,6 +60,23 @@ def test_who_drips_is_not_waited_for_for_ever(said: bytes) -> None:
         SeedClient(url, seconds=0.5).manifest()
 
 
+@pytest.mark.parametrize(
+    ("said", "more"),
+    [
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"x"),
+    ],
+)
+def test_an_answer_without_an_end_is_given_up_however_fast_it_comes(said: bytes, more: bytes) -> None:
+    """Lines before an answer and behind it, small chunks, a body: there is no length that would end them."""
+    with (
+        answering(said, more * (1_000_000 // len(more))) as url,
+        pytest.raises(SeedError, match=r"more than .* bytes"),
+    ):
+        SeedClient(url, seconds=60).state()
+
+
 def test_who_is_slow_and_works_is_waited_for() -> None:
     """Longer than an answer may take, for as long as bytes come."""
     body = b'{"instance": "a", "epoch": 1}'.ljust(20_000)

@@ -22,6 +22,8 @@ from tensorlift.format.quoting import clean, plural, quote
 __all__ = ["HttpClient"]
 
 _LONGEST_ANSWER = 1 << 20
+# Of an answer that is not its body: http.client takes a hundred headers of 64 KiB.
+_MOST_AROUND = 8 << 20
 _BUSY_SECONDS = 1.0
 _WHY = {
     "full": "it has as many readers as it takes",
@@ -33,11 +35,13 @@ _T = TypeVar("_T")
 
 
 class _Timed(io.RawIOBase):
-    """A socket's bytes, so many seconds long, and longer only for as long as more than STILL_RATE come."""
+    """A socket's bytes, so many seconds long, and longer only for as long as more than STILL_RATE come; never
+    more than ``most``, whatever they are: lines before an answer and behind it have no end of their own.
+    """
 
-    def __init__(self, peer: socket.socket, kept: io.IOBase, seconds: float) -> None:
+    def __init__(self, peer: socket.socket, kept: io.IOBase, seconds: float, most: int) -> None:
         """``kept``: holds the socket open, to close() of this."""
-        self._peer, self._kept, self._seconds = peer, kept, seconds
+        self._peer, self._kept, self._seconds, self._most = peer, kept, seconds, most
         self._begin, self._came = time.monotonic(), 0
 
     def readable(self) -> bool:
@@ -47,6 +51,8 @@ class _Timed(io.RawIOBase):
         left = self._begin + self._seconds + self._came / STILL_RATE - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"only {plural(self._came, 'byte')} of an answer came in {self._seconds:g} s")
+        if self._came > self._most:
+            raise ConnectionAbortedError(f"an answer has more than {self._most:,} bytes around its body")
         self._peer.settimeout(min(left, self._seconds))
         came = self._peer.recv_into(buffer)
         self._came += came
@@ -60,9 +66,9 @@ class _Timed(io.RawIOBase):
 class _Answer(http.client.HTTPResponse):
     """One that is not waited for for ever, however it comes."""
 
-    def __init__(self, seconds: float, peer: socket.socket, *more: Any, **named: Any) -> None:
+    def __init__(self, seconds: float, most: int, peer: socket.socket, *more: Any, **named: Any) -> None:
         super().__init__(peer, *more, **named)
-        self.fp = io.BufferedReader(_Timed(peer, self.fp, seconds))
+        self.fp = io.BufferedReader(_Timed(peer, self.fp, seconds, most))
 
 
 class HttpClient:
@@ -102,7 +108,7 @@ class HttpClient:
         if body is not None:
             headers["Content-Type"] = "application/json"
         seconds = seconds or self._seconds
-        connection = self._connection(seconds)
+        connection = self._connection(seconds, 2 * longest + _MOST_AROUND)
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
@@ -128,13 +134,13 @@ class HttpClient:
             return found
         raise self._refusal(answer.status, found)
 
-    def _connection(self, seconds: float) -> http.client.HTTPConnection:
+    def _connection(self, seconds: float, most: int) -> http.client.HTTPConnection:
         _, host, port = self._endpoint
         if self._context is None:
             made = http.client.HTTPConnection(host, port, timeout=seconds)
         else:
             made = http.client.HTTPSConnection(host, port, timeout=seconds, context=self._context)
-        made.response_class = functools.partial(_Answer, seconds)  # type: ignore[assignment]
+        made.response_class = functools.partial(_Answer, seconds, most)  # type: ignore[assignment]
         return made
 
     def _refusal(self, status: int, body: bytes) -> SeedError:
