@@ -90,7 +90,7 @@ def test_a_damaged_sidecar_is_read_or_an_error(data: st.DataObject) -> None:
         ({"tensor": {"nbytes": 4}}, r"'t' is said to have 4 bytes, but U8 \[3\] takes 3"),
         ({"tensor": {"dtype": "F64"}}, r"'t' is said to have 3 bytes, but F64 \[3\] takes 24"),
         ({"tensor": {"dtype": "F4"}}, r"'t' is said to have 3 bytes, but F4 \[3\] takes 2"),
-        ({"tensor": {"shape": [2**62] * 90}}, "takes an integer of"),
+        ({"tensor": {"shape": [2**62] * 90}}, "takes more than any memory has"),
         ({"files": [{"name": "f", "nbytes": 2}]}, "do not fit into the bytes of 'f'"),
         ({"tensor": {"name": None}}, r"tensors\[0\]\.name"),
     ],

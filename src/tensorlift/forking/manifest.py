@@ -21,6 +21,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from tensorlift.errors import ManifestError
+from tensorlift.format.bounds import MOST_PARTS, is_too_much
 from tensorlift.format.quoting import clean, plural, quote
 
 __all__ = [
@@ -200,6 +201,11 @@ def encode(manifest: Manifest) -> bytes:
 def decode(raw: bytes, where: str) -> Manifest:
     """The manifest that a seed sent; ``where`` names it. Raises ManifestError for whatever is wrong."""
     text = _decompressed(raw, where)
+    if is_too_much(text):
+        raise ManifestError(
+            f"{clean(where)}: the manifest has more than {MOST_PARTS:,} lists, objects and keys: this is "
+            "none of a model"
+        )
     try:
         head = msgspec.json.decode(text, type=_Head)
         if (head.format, head.version) != (_FORMAT, _VERSION):

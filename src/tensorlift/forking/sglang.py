@@ -38,6 +38,7 @@ from tensorlift.forking.one_sided import check_there
 from tensorlift.forking.sglang_answer import PATHS
 from tensorlift.forking.throttle import Pacer, parse_limit
 from tensorlift.forking.urls import split_url
+from tensorlift.format.bounds import MOST_PARTS, is_too_much
 from tensorlift.format.quoting import plural, quote
 from tensorlift.options import parse_seconds
 from tensorlift.progress import Report, SourceReport, by_source
@@ -189,6 +190,8 @@ def _asked(client: SeedClient, rank: int) -> _Answer:
         said = client.ask(
             "GET", f"{PATHS[0]}?{urllib.parse.urlencode({'rank': rank})}", longest=_LONGEST_ANSWER
         )
+        if is_too_much(said):
+            raise msgspec.ValidationError(f"more than {MOST_PARTS:,} lists, objects and keys")
         return msgspec.json.decode(said, type=_Answer)
     except SeedError as error:
         if error.retry_seconds is not None:

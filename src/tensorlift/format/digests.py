@@ -14,7 +14,6 @@ against damage and mixed-up files, not against somebody who changes both: XXH3 i
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorlift.errors import DigestError
+from tensorlift.format.bounds import LARGEST, MOST_PARTS, is_too_much, product
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.dtypes import ALL, BY_CODE
 from tensorlift.format.quoting import clean, plural, quote
@@ -142,6 +142,10 @@ def decode(raw: bytes, path: str) -> Sidecar:
     where = clean(path)
     if len(raw) > LONGEST_SIDECAR:
         raise DigestError(f"{where}: more than {LONGEST_SIDECAR:,} bytes: this is no file of digests")
+    if is_too_much(raw):
+        raise DigestError(
+            f"{where}: more than {MOST_PARTS:,} lists, objects and keys: this is no file of digests"
+        )
     try:
         head = msgspec.json.decode(raw, type=_Head)
         if head.format != _FORMAT:
@@ -173,11 +177,11 @@ def _check_sizes(sidecar: Sidecar, where: str) -> None:
         wrong, dtype = "", BY_CODE.get(tensor.dtype)
         if tensor.file not in left:
             wrong = f"is said to be in {quote(tensor.file)}, which is not among its files"
-        elif dtype is not None and math.prod(tensor.shape) * dtype.bits != 8 * tensor.nbytes:
-            bits = math.prod(tensor.shape) * dtype.bits
+        elif dtype is not None and (bits := product(tensor.shape) * dtype.bits) != 8 * tensor.nbytes:
+            takes = quote(-(-bits // 8)) if bits <= LARGEST else "more than any memory has"
             wrong = (
                 f"is said to have {plural(tensor.nbytes, 'byte')}, but {tensor.dtype} "
-                f"{quote(tensor.shape)} takes {quote(-(-bits // 8))}"
+                f"{quote(tensor.shape)} takes {takes}"
             )
         else:
             left[tensor.file] -= tensor.nbytes

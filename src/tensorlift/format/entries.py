@@ -9,7 +9,6 @@ one speed.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorlift.errors import HeaderError
+from tensorlift.format.bounds import LARGEST, MOST_PARTS, is_too_much, product
 from tensorlift.format.dtypes import BY_CODE
 from tensorlift.format.quoting import clean, plural, quote
 
@@ -25,8 +25,6 @@ __all__ = ["METADATA_KEY", "Columns", "Scanned", "plain_metadata", "read"]
 METADATA_KEY = "__metadata__"
 """The one key of a header that is no tensor: a map of strings to strings."""
 
-_LARGEST = 2**63 - 1  # of int64: what file offsets, torch's extents and the columns below can hold
-_MOST_DIMENSIONS = 16  # of shapes whose product is not worth looking at on the way
 _IDS = {code: dtype.id for code, dtype in BY_CODE.items()}
 
 
@@ -72,6 +70,11 @@ def read(raw: bytes | memoryview, path: str) -> Columns:
             f"{clean(path)}: the header is no UTF-8 text: {error.reason} at byte {error.start:,} of it; "
             "the file is damaged, or it is no safetensors file"
         ) from None
+    if is_too_much(bytes(raw)):
+        raise HeaderError(
+            f"{clean(path)}: the header's JSON has more than {MOST_PARTS:,} lists, objects and keys; it is "
+            "no safetensors file, or is to be written as several"
+        )
     return _exact(text, path)
 
 
@@ -86,26 +89,9 @@ def plain_metadata(scanned: Scanned) -> tuple[bool, dict[str, str] | None]:
         return False, None
 
 
-def _elements(shape: tuple[int, ...]) -> int:
-    """Elements of a shape; of more than int64 holds, only that they are more."""
-    return 0 if 0 in shape else _product(shape)
-
-
-def _countable(shape: tuple[int, ...]) -> bool:
+def _countable(shape: list[int]) -> bool:
     """Whether the strides of a tensor of this shape fit int64 (those of an empty tensor count a 0 as 1)."""
-    return _product(tuple(filter(None, shape))) <= _LARGEST
-
-
-def _product(extents: tuple[int, ...]) -> int:
-    if len(extents) <= _MOST_DIMENSIONS:
-        return math.prod(extents)
-    # Stops early: the whole product of a hundred thousand large numbers takes minutes.
-    product = 1
-    for extent in extents:
-        product *= extent
-        if not -_LARGEST <= product <= _LARGEST:
-            break
-    return product
+    return product(filter(None, shape)) <= LARGEST
 
 
 class _DoubledError(ValueError):
@@ -198,23 +184,23 @@ def _exact_row(name: str, entry: object, where: str) -> tuple[int, tuple[int, ..
             f"{who}: unknown dtype {quote(code)}; known are {', '.join(BY_CODE)}. "
             "A newer tensorlift may know it"
         )
-    if type(shape) is not list or any(type(n) is not int or not 0 <= n <= _LARGEST for n in shape):
+    if type(shape) is not list or any(type(n) is not int or not 0 <= n <= LARGEST for n in shape):
         raise HeaderError(
             f"{who}: its shape has to be a list of integers from 0 to 2**63 - 1, found {quote(shape)}"
         )
     if type(offsets) is not list or len(offsets) != 2 or any(type(n) is not int for n in offsets):
         raise HeaderError(f"{who}: its data_offsets have to be two integers, found {quote(offsets)}")
     begin, end = offsets
-    if not 0 <= begin <= end <= _LARGEST:
+    if not 0 <= begin <= end <= LARGEST:
         raise HeaderError(
             f"{who}: its data_offsets have to be a range of bytes, 0 <= begin <= end < 2**63, found "
             f"{quote(offsets)}"
         )
     dtype = BY_CODE[code]
     kind = f"{code} {quote(shape)}"
-    if not _countable(tuple(shape)):
+    if not _countable(shape):
         raise HeaderError(f"{who}: {kind} has more elements than 2**63 - 1")
-    bits = _elements(tuple(shape)) * dtype.bits
+    bits = product(shape) * dtype.bits
     if bits % 8:
         raise HeaderError(f"{who}: {kind} takes {quote(bits)} bits, which fill no whole number of bytes")
     if bits // 8 != end - begin:

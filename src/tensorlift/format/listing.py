@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tensorlift.errors import CheckpointError
+from tensorlift.format.bounds import MOST_PARTS, is_too_much
 from tensorlift.format.quoting import clean, quote
 
 __all__ = [
@@ -138,6 +139,11 @@ def parse_index(text: bytes, path: str) -> dict[str, str]:
 
     Raises CheckpointError where the text is no index or a shard's name leads out of the folder.
     """
+    if is_too_much(text):
+        raise CheckpointError(
+            f"{clean(path)}: more than {MOST_PARTS:,} lists, objects and keys: this is no index of "
+            "a checkpoint"
+        )
     weights = _quick_index(text)
     return weights if weights is not None else _exact_index(text, clean(path))
 
