@@ -1,5 +1,5 @@
 # One word each; every target sets up what it needs: Debian packages, .venv, the native library.
-.PHONY: help demo test check bench smoke engines build format wheel docs clean
+.PHONY: help demo test check bench smoke engines build fuzz format wheel docs clean
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := build/native
 ENGINES ?= build/engines
+SECONDS ?= 60
 IN_ENGINES = TENSORLIFT_TEST_VLLM=$(abspath $(ENGINES))/vllm/bin/python TENSORLIFT_TEST_SGLANG=$(abspath $(ENGINES))/sglang/bin/python
 LIBRARY := $(NATIVE)/libtensorlift.so
 LINK := src/tensorlift/libtensorlift.so
@@ -49,6 +50,10 @@ engines: $(LIBRARY) $(VENV)/.dev  ## real engines on a CPU: builds their environ
 	$(IN_ENGINES) $(BIN)/python -m pytest tests/engines $(ARGS)
 	$(BIN)/python benchmarks/engines_vllm.py $(abspath $(ENGINES))/vllm/bin/python --out build/engines-vllm.json
 	$(BIN)/python benchmarks/engines_sglang.py $(abspath $(ENGINES))/sglang/bin/python --out build/engines-sglang.json
+
+fuzz: $(LIBRARY) $(VENV)/.dev  ## fuzz what reads hostile input, SECONDS=60 each, two at a time
+	@tools/system.sh $(PYTHON) tests || echo "What needs them is not run."
+	$(BIN)/python tools/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 build: $(LIBRARY)  ## compile the native library
 

@@ -15,6 +15,8 @@ command -v nft >/dev/null || [ -x /usr/sbin/nft ] || missing+=(nftables)
 if [ "${2:-}" = tests ]; then
     command -v chromium >/dev/null || missing+=(chromium)
     command -v redis-server >/dev/null || missing+=(redis-server)
+    command -v clang++ >/dev/null || missing+=(clang)
+    [ -n "$(find /usr/lib/llvm* -name 'libclang_rt.fuzzer-*.a' -print -quit 2>/dev/null)" ] || missing+=(libclang-rt-dev)
 fi
 if ! command -v "$python" >/dev/null; then
     missing+=(python3 python3-venv)

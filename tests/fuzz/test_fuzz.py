@@ -1,0 +1,57 @@
+"""A minute of fuzzing for each of what reads hostile input, from the corpus that is kept, two at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import fuzz
+
+SECONDS = 60
+# The native programs are built first.
+pytestmark = pytest.mark.timeout(1200)
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, Future[fuzz.Outcome]]]:
+    with ThreadPoolExecutor(fuzz.AT_A_TIME) as pool:
+        yield {name: pool.submit(fuzz.run, name, SECONDS) for name in fuzz.TARGETS}
+
+
+@pytest.mark.parametrize("name", fuzz.TARGETS)
+def test_nothing_is_found(name: str, runs: dict[str, Future[fuzz.Outcome]]) -> None:
+    try:
+        outcome = runs[name].result()
+    except fuzz.MissingError as missing:
+        pytest.skip(str(missing))
+    shown = "\n".join(["", *map(str, outcome.found), outcome.output[-8000:]])
+    assert outcome.is_clean, shown
+
+
+def test_the_kept_corpus_is_small() -> None:
+    files = [path for path in fuzz.CORPUS.rglob("*") if path.is_file()]
+    assert {path.parent.name for path in files} == set(fuzz.TARGETS)
+    assert len(files) < 1000
+    assert sum(path.stat().st_size for path in files) < 1_000_000
+
+
+def test_an_input_that_breaks_something_is_kept_and_named(tmp_path: Path) -> None:
+    pytest.importorskip("atheris", reason="atheris is not installed, which fuzzes Python")
+    program = tmp_path / "broken.py"
+    program.write_text(
+        "import sys, atheris\n"
+        "def one_input(content):\n"
+        "    assert len(content) < 3, 'three'\n"
+        "atheris.Setup(sys.argv, one_input)\n"
+        "atheris.Fuzz()\n"
+    )
+    outcome = fuzz.fuzz("broken", [sys.executable, str(program)], tmp_path, 30, 1, 10)
+    assert not outcome.is_clean
+    assert "three" in outcome.output
+    (found,) = outcome.found
+    assert found.parent == tmp_path / "found"
+    assert len(found.read_bytes()) >= 3
