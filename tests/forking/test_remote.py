@@ -221,12 +221,12 @@ def test_the_last_seed_is_asked_again() -> None:
         list(table.stream(["half"], 100, lambda done: None))
 
 
-def lying(seed: Seed, monkeypatch: pytest.MonkeyPatch, *told: Tensor) -> str:
+def lying(seed: Seed, monkeypatch: pytest.MonkeyPatch, *told: Tensor, nbytes: int = 1 << 20) -> str:
     """The URL of a seed that says that it has these tensors."""
     real = remote.SeedClient.manifest
 
     def manifest(self: remote.SeedClient) -> object:
-        regions = (Region(1 << 20),)
+        regions = (Region(nbytes),)
         return msgspec.structs.replace(real(self), tensors=told, regions=regions, layout=layout_digest(told))
 
     monkeypatch.setattr(remote.SeedClient, "manifest", manifest)
@@ -240,11 +240,25 @@ def test_what_no_checkpoint_can_have(seed: Seed, monkeypatch: pytest.MonkeyPatch
 
 
 def test_tensors_larger_than_any(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = lying(seed, monkeypatch, Tensor("x", "float32", (1 << 40, 1 << 40), (0, 0), 0, 0))
-    with pytest.raises(ManifestError, match="has tensors of 4,835,703,278,458,516,698,824,704 bytes"):
+    told = [Tensor(name, "uint8", (1 << 62,), (1,), 0, 0) for name in "xy"]
+    url = lying(seed, monkeypatch, *told, nbytes=1 << 62)
+    with pytest.raises(ManifestError, match="has tensors of 9,223,372,036,854,775,808 bytes"):
         SeedCheckpoint(url)
     with pytest.raises(OutOfMemoryError, match="memory for 'x' could not be had"):
         allocated(lambda: torch.empty(1 << 50), "x")
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [((1 << 40, 1 << 40), (0, 0)), ((4, 1 << 30), (1 << 10, 0)), ((1 << 14, 1 << 14), (1, 1))],
+)
+def test_elements_that_a_seed_does_not_have(
+    seed: Seed, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
+    """A manifest of a few bytes that would take terabytes here: elements share memory, which comes once."""
+    url = lying(seed, monkeypatch, Tensor("x", "float32", shape, stride, 0, 0))
+    with pytest.raises(ManifestError, match=r"'x' would take [\d,]+ bytes, and the seed has [\d,]+ of it"):
+        SeedCheckpoint(url)
 
 
 def test_a_seed_that_is_gone() -> None:

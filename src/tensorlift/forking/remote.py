@@ -22,7 +22,7 @@ from tensorlift.errors import ForkError, ManifestError, OptionError, OutOfMemory
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
 from tensorlift.forking.fork import fork_into
-from tensorlift.forking.manifest import SPLITS, Manifest, ModelKey, Tensor
+from tensorlift.forking.manifest import SPLITS, Manifest, ModelKey, Tensor, span_bytes
 from tensorlift.forking.suitable import alike, check_key
 from tensorlift.forking.tokens import TOKEN_VARIABLE, token_of
 from tensorlift.forking.urls import split_url
@@ -46,6 +46,8 @@ __all__ = [
 _SCHEMES = {"tensorlift://": "http://", "tensorlift+https://": "https://"}
 
 _MOST_BYTES = 1 << 62
+# What a tensor may take whose elements share memory (expanded ones): a seed need not have so much.
+_MOST_EXPANDED_BYTES = 64 << 20
 # What says how files are read, or who else reads them, means nothing here, and must not be passed over.
 _FITTING = ("progress", "buffer_size", "trace", "verify")
 _REFUSED = {field.name for field in dataclasses.fields(LoadOptions)}.difference(_FITTING) | {
@@ -283,6 +285,12 @@ def _header(manifest: Manifest, url: str) -> Header:
             )
         shapes.append(_shape(tensor, kind))
         sizes.append(math.prod(shapes[-1]) * kind.bits // 8)
+        span = span_bytes(tensor.dtype, tensor.shape, tensor.stride)
+        if sizes[-1] > max(span, _MOST_EXPANDED_BYTES):
+            raise ManifestError(
+                f"{clean(url)}: {quote(tensor.name)} would take {sizes[-1]:,} bytes, and the seed has "
+                f"{span:,} of it, which its elements share: fork it into the same model"
+            )
     if sum(sizes) > _MOST_BYTES:
         raise ManifestError(f"{clean(url)}: the manifest has tensors of {sum(sizes):,} bytes")
     return Header(
