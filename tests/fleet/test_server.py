@@ -74,6 +74,16 @@ def test_a_stranger_is_told_nothing() -> None:
         assert TOKEN not in str(refused.value)
 
 
+def test_a_page_in_a_browser_that_was_led_here_by_a_name() -> None:
+    with serving() as server:
+        for method, path in (("GET", "/"), ("POST", "/v1/seeds")):
+            body = SEED if method == "POST" else None
+            assert asked(server, method, path, body, JSON | {"Host": "evil.example:80"})[0] == 421
+            assert asked(server, method, path, body, JSON | {"Host": "localhost:80"})[0] == 200
+    with serving(token=TOKEN) as server:
+        assert asked(server, "GET", "/", None, basic(f"me:{TOKEN}") | {"Host": "a.name"})[0] == 200
+
+
 def test_a_browser_may_look_and_no_more() -> None:
     """What it sends by itself, also where a page of somebody else makes it."""
     with serving(token=TOKEN) as server:

@@ -245,6 +245,27 @@ def test_a_stranger_is_not_asked_to_go_on(seed: Seed) -> None:
     assert said.startswith(b"HTTP/1.1 401 ")
 
 
+def test_a_page_in_a_browser_that_was_led_here_by_a_name() -> None:
+    with Seed(model(), KEY) as seed:
+        port = seed.url.rpartition(":")[2]
+        for name in (
+            "evil.example",
+            f"evil.example:{port}",
+            "localhost.evil.example",
+            "[",
+            "127.0.0.1.evil.example",
+        ):
+            status, _, body = ask(seed, "GET", "/v1/state", Host=name)
+            assert status == 421
+            assert seed.instance.encode() not in body
+        for name in (f"127.0.0.1:{port}", "localhost", f"[::1]:{port}", "10.0.0.1"):
+            assert ask(seed, "GET", "/v1/state", Host=name)[0] == 200
+    with Seed(model(), KEY, token="t") as seed:
+        assert ask(seed, "GET", "/v1/state", Host="a.name", Authorization="Bearer t")[0] == 200
+    with Seed(model(), KEY, host="0.0.0.0", insecure=True) as seed:
+        assert ask(seed, "GET", "/v1/state", Host="a.name")[0] == 200
+
+
 def test_what_is_wrong_with_a_request() -> None:
     with Seed(model(), KEY) as seed:
         assert ask(seed, "GET", "/v2/manifest")[0] == 404

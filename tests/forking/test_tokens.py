@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
 
+import tensorlift
 from tensorlift.errors import OptionError
 from tensorlift.forking.tokens import TOKEN_VARIABLE, token_of
 
@@ -40,3 +43,17 @@ def test_files_without_a_token(tmp_path: Path) -> None:
         token_of(str(tmp_path / "empty"))
     with pytest.raises(OptionError, match="cannot be read: No such file"):
         token_of(str(tmp_path / "none"))
+
+
+def test_no_token_is_compared_in_a_time_that_tells_of_it() -> None:
+    """By hmac.compare_digest alone, everywhere."""
+    secret = re.compile(r"token|password|secret", re.IGNORECASE)
+    found = []
+    for path in Path(tensorlift.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
+                names = [
+                    getattr(one, "id", getattr(one, "attr", "")) for one in (node.left, *node.comparators)
+                ]
+                found += [f"{path}:{node.lineno}: {name}" for name in names if secret.search(name)]
+    assert not found

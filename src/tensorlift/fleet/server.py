@@ -12,8 +12,8 @@
 With a token every request has to have it: Authorization: Bearer, or, for what is only looked at, Basic, which
 browsers ask a person for, with any name. Whoever lacks it is told 401 and nothing else, whatever he asks
 for, and sent away (400 for what is no HTTP, 503 where too many are connected). 404: no such seeds; 503: none
-has room, or this registry cannot write; 507: it has no room to write; 409: that cannot be announced. All have
-{"reason", "retry_seconds"} in their body.
+has room, or this registry cannot write; 507: it has no room to write; 409: that cannot be announced; 421:
+asked on loopback by a name, without a token. All have {"reason", "retry_seconds"} in their body.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from tensorlift.fleet.contract import (
 )
 from tensorlift.fleet.registry_client import front_of
 from tensorlift.fleet.store import NotWrittenError
-from tensorlift.forking.control import RefusedAnswer
+from tensorlift.forking.control import NOT_BY_NAME, RefusedAnswer
 from tensorlift.forking.encryption import Tls, seed_context
 from tensorlift.forking.keys import check_host, checked_token
-from tensorlift.forking.urls import Endpoint, placed
+from tensorlift.forking.urls import Endpoint, is_rebound, placed
 
 __all__ = ["RegistryServer"]
 
@@ -202,7 +202,10 @@ class RegistryServer:
 
         async def for_friends(scope: Scope, receive: Receive, send: Send) -> None:
             # Before anything else, so that a stranger does not learn what there is to ask for.
-            answer = app if self._is_known(Request(scope)) else _stranger()
+            request = Request(scope)
+            answer = app if self._is_known(request) else _stranger()
+            if not self._token and is_rebound(request.headers.get("host", ""), self.url):
+                answer = _json(421, RefusedAnswer(NOT_BY_NAME))
             await answer(scope, receive, send)
 
         return for_friends

@@ -13,8 +13,9 @@
 
 With a token every request has to have it (Authorization: Bearer), and whoever lacks it is told 401 and
 nothing else. 429: too many readers; 503: weights are being updated; both have a Retry-After. 410: the seed
-ends, or the lease has lapsed; 409: that rank cannot stand behind this URL. All four have {"reason",
-"retry_seconds"} in their body.
+ends, or the lease has lapsed; 409: that rank cannot stand behind this URL; 421: asked on loopback by a name,
+without a token, as by a page of somebody else in a browser. All five have {"reason", "retry_seconds"} in
+their body.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ from tensorlift.forking import metrics
 from tensorlift.forking.leases import LeaseRefusedError
 from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer
 from tensorlift.forking.sglang_answer import rank_of
-from tensorlift.forking.urls import placed
+from tensorlift.forking.urls import is_rebound, placed
 
 if TYPE_CHECKING:
     from tensorlift.forking.seed import Seed
 
-__all__ = ["LeaseAnswer", "LeaseRequest", "RefusedAnswer", "StateAnswer", "talk"]
+__all__ = ["NOT_BY_NAME", "LeaseAnswer", "LeaseRequest", "RefusedAnswer", "StateAnswer", "talk"]
 
 # For all of a connection's first request, by whoever sends it, and between two.
 _FIRST_SECONDS, _IDLE_SECONDS = 5.0, 30.0
 _LONGEST_BODY = 4096
 _LEASES, _RANKS = "/v1/leases", "/v1/ranks"
+NOT_BY_NAME = "without a token it is asked on loopback by its address or as localhost, not by another name"
 _STATUS = {"full": 429, "updating": 503, "closed": 410, "lapsed": 410}
 
 
@@ -152,6 +154,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _answered(self, answer: Any) -> None:
         if not self._is_known():
             self._refuse()
+            return
+        if not self.seed.token and is_rebound(self.headers.get("Host", ""), self.seed.url):
+            self._send(421, msgspec.json.encode(RefusedAnswer(NOT_BY_NAME)), close=True)
             return
         try:
             answer()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tensorlift.errors import RequestError
 from tensorlift.format.quoting import quote, without_secrets
 
-__all__ = ["Endpoint", "followed", "placed", "reached", "split_url"]
+__all__ = ["Endpoint", "followed", "is_rebound", "placed", "reached", "split_url"]
 
 
 class Endpoint(NamedTuple):
@@ -94,6 +94,19 @@ def reached(offered: str, host: str) -> str:
     if address is None:
         raise RequestError(f"{quote(offered)} is no address")
     return (endpoint._replace(host=host) if address.is_unspecified else endpoint).url.removeprefix("http://")
+
+
+def is_rebound(named: str, own: str) -> bool:
+    """Whether a server on loopback, ``own``, was asked by a name that is not localhost.
+
+    So a page of somebody else asks, in a browser that was led there by a name which changed its address; what
+    asks no token would answer it. ``named``: the header Host.
+    """
+    try:
+        name = urllib.parse.urlsplit(f"//{named}").hostname
+    except ValueError:
+        return True
+    return _is_loopback(split_url(own).host) and name not in (None, "localhost") and _address(name) is None
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
