@@ -182,7 +182,7 @@ Failure receive(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, P
 // What the seed answered, where it answered at all.
 Failure fetch(tl::Socket &socket, tl_chunk &chunk, const tl::Origin *origin, Places places) {
     const tl::ChunkRequest request{tl::kRequest, chunk.region, chunk.offset,     chunk.nbytes,
-                              chunk.epoch,  chunk.digest, origin != nullptr};
+                                   chunk.epoch,  chunk.digest, origin != nullptr};
     if (Failure f = socket.send(&request, sizeof request)) return f;
     tl::Answer answer{};
     if (Failure f = socket.receive(&answer, sizeof answer)) return f;
