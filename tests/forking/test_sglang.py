@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import tracemalloc
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,11 +19,13 @@ from support import one_sided as support
 from tensorlift import fork
 from tensorlift.engine.abi_fork import Memory
 from tensorlift.errors import ForkError, OptionError, SeedError
+from tensorlift.forking import sglang
 from tensorlift.forking.fabrics import Shared
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.mooncake import Mooncake
 from tensorlift.forking.seed import Seed
 from tensorlift.forking.sglang_answer import PATHS, rank_of
+from tensorlift.format.bounds import MOST_PARTS
 
 KEY = ModelKey(model="m", tp=(1, 2))
 
@@ -245,3 +248,19 @@ def test_what_is_asked_for() -> None:
     assert (
         rank_of(PATHS[0]) == rank_of(f"{PATHS[0]}?rank=1e3") == rank_of(f"{PATHS[0]}?rank=9999999999") == -1
     )
+
+
+def test_an_answer_that_would_take_much_memory_is_refused_before_it_does() -> None:
+    class Asked:
+        url = "http://127.0.0.1:1"
+
+        def ask(self, method: str, path: str, longest: int) -> bytes:
+            return b'{"remote_instance_transfer_engine_info":[' + b"[]," * (MOST_PARTS + 1) + b"0]}"
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(SeedError, match="answers what no SGLang server answers"):
+            sglang._asked(Asked(), 0)  # type: ignore[arg-type]
+        assert tracemalloc.get_traced_memory()[1] < 10 * MOST_PARTS
+    finally:
+        tracemalloc.stop()

@@ -17,7 +17,7 @@ _MOST_FACTORS = 16  # of products that are not worth looking at on the way
 
 def is_too_much(text: bytes) -> bool:
     """Whether there are more than MOST_PARTS; those that are spelt inside strings count too."""
-    return sum(map(text.count, (b"[", b"{", b":"))) > MOST_PARTS
+    return len(text) > MOST_PARTS and sum(map(text.count, (b"[", b"{", b":"))) > MOST_PARTS
 
 
 def product(factors: Iterable[int]) -> int:
