@@ -119,7 +119,7 @@ def test_bodies_that_are_none() -> None:
         assert asked(server, "PUT", "/v1/seeds", SEED, JSON)[0] == 405
 
 
-HEAD = "POST /v1/seeds HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+HEAD = "POST /v1/seeds HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
 
 
 def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def read_until(peer: socket.socket, wanted: bytes, times: int = 1) -> None:
         assert came
 
 
-NOTHING = b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n"
+NOTHING = b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def test_who_asks_nothing_whole_behind_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_a_long_answer_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a page has no end."""
     monkeypatch.setattr(module, "_HEAD_SECONDS", 1.0)
     with serving() as server, socket.create_connection(server._socket.getsockname(), 60) as peer:
-        peer.sendall(NOTHING + b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        peer.sendall(NOTHING + b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         read_until(peer, b"No seed has announced itself yet")
         time.sleep(1.5)
         RegistryClient(server.url).announce(announced(1))
