@@ -53,7 +53,7 @@ engines: $(LIBRARY) $(VENV)/.dev  ## real engines on a CPU: builds their environ
 
 fuzz: $(LIBRARY) $(VENV)/.dev  ## fuzz what reads hostile input, SECONDS=60 each, two at a time
 	@tools/system.sh $(PYTHON) tests || echo "What needs them is not run."
-	$(BIN)/python tools/fuzz.py --seconds $(SECONDS) $(ARGS)
+	$(BIN)/python tools/fuzzing.py --seconds $(SECONDS) $(ARGS)
 
 build: $(LIBRARY)  ## compile the native library
 

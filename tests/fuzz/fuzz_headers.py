@@ -8,7 +8,7 @@ import os
 import sys
 
 import atheris
-from coverage import watch
+from watching import watch
 
 from support.headers import RefusedError, parsed_in_both_ways, reference
 from tensorlift.errors import HeaderError, TruncatedError

@@ -11,7 +11,7 @@ import sys
 
 import atheris
 import msgspec
-from coverage import watch
+from watching import watch
 
 from tensorlift.errors import ManifestError, RequestError, SeedError
 from tensorlift.fleet import choosing, contract, table

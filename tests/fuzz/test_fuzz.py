@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import fuzz
+import fuzzing
 
 SECONDS = 60
 # The native programs are built first.
@@ -17,24 +17,24 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[dict[str, Future[fuzz.Outcome]]]:
-    with ThreadPoolExecutor(fuzz.AT_A_TIME) as pool:
-        yield {name: pool.submit(fuzz.run, name, SECONDS) for name in fuzz.TARGETS}
+def runs() -> Iterator[dict[str, Future[fuzzing.Outcome]]]:
+    with ThreadPoolExecutor(fuzzing.AT_A_TIME) as pool:
+        yield {name: pool.submit(fuzzing.run, name, SECONDS) for name in fuzzing.TARGETS}
 
 
-@pytest.mark.parametrize("name", fuzz.TARGETS)
-def test_nothing_is_found(name: str, runs: dict[str, Future[fuzz.Outcome]]) -> None:
+@pytest.mark.parametrize("name", fuzzing.TARGETS)
+def test_nothing_is_found(name: str, runs: dict[str, Future[fuzzing.Outcome]]) -> None:
     try:
         outcome = runs[name].result()
-    except fuzz.MissingError as missing:
+    except fuzzing.MissingError as missing:
         pytest.skip(str(missing))
     shown = "\n".join(["", *map(str, outcome.found), outcome.output[-8000:]])
     assert outcome.is_clean, shown
 
 
 def test_the_kept_corpus_is_small() -> None:
-    files = [path for path in fuzz.CORPUS.rglob("*") if path.is_file()]
-    assert {path.parent.name for path in files} == set(fuzz.TARGETS)
+    files = [path for path in fuzzing.CORPUS.rglob("*") if path.is_file()]
+    assert {path.parent.name for path in files} == set(fuzzing.TARGETS)
     assert len(files) < 1000
     assert sum(path.stat().st_size for path in files) < 1_000_000
 
@@ -49,7 +49,7 @@ def test_an_input_that_breaks_something_is_kept_and_named(tmp_path: Path) -> Non
         "atheris.Setup(sys.argv, one_input)\n"
         "atheris.Fuzz()\n"
     )
-    outcome = fuzz.fuzz("broken", [sys.executable, str(program)], tmp_path, 30, 1, 10)
+    outcome = fuzzing.fuzz("broken", [sys.executable, str(program)], tmp_path, 30, 1, 10)
     assert not outcome.is_clean
     assert "three" in outcome.output
     (found,) = outcome.found

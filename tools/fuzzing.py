@@ -1,7 +1,7 @@
 """Fuzzes what reads hostile input: headers, manifests and what else other processes say, plans, both ends of
 a socket. See docs/development.md.
 
-    tools/fuzz.py [--seconds 60] [--seed 1] [--keep] [TARGET ...]
+    tools/fuzzing.py [--seconds 60] [--seed 1] [--keep] [TARGET ...]
 
 Two targets at a time, each from the corpus that is kept in tests/fuzz/corpus. What is new goes to
 build/fuzz/corpus, an input that breaks something to build/fuzz/found, and its path is printed.
