@@ -119,7 +119,10 @@ def test_bodies_that_are_none() -> None:
         assert asked(server, "PUT", "/v1/seeds", SEED, JSON)[0] == 405
 
 
-HEAD = "POST /v1/seeds HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+HEAD = (
+    "POST /v1/seeds HTTP/1.1\r\nHost: localhost\r\n"
+    "Content-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+)
 
 
 def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
