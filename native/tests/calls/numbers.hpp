@@ -3,6 +3,8 @@
 
 #include "calls.h"
 
+#include <cstdint>
+
 #define CALLS_API extern "C" __attribute__((visibility("default")))
 
 enum Number {
