@@ -23,7 +23,7 @@ PATIENCE = 1.0
 # Random plans of each kind, or how many TENSORLIFT_TEST_FAULTS asks for; then each turn fails in all ways.
 LONG = int(os.environ.get("TENSORLIFT_TEST_FAULTS", "0"))
 PLANS = max(LONG, 25)
-SECONDS = 3600 if LONG else 110
+SECONDS = 7200 if LONG else 300
 
 WAYS = {
     "a load": ["library"],
