@@ -1,5 +1,5 @@
 # One word each; every target sets up what it needs: Debian packages, .venv, the native library.
-.PHONY: help demo test check bench smoke engines build fuzz format wheel docs clean
+.PHONY: help demo test check bench sanitize smoke engines build fuzz format wheel docs clean
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
@@ -40,6 +40,10 @@ check: $(LIBRARY) $(VENV)/.dev  ## style, types, import directions, sizes, docs 
 
 bench: $(LIBRARY) $(VENV)/.dev  ## measure against this machine's ceilings; writes benchmarks/results/
 	$(BIN)/python -m tensorlift.bench $(ARGS)
+
+sanitize: $(LIBRARY) $(VENV)/.dev  ## Python tests over the library under each sanitizer; ARGS are pytest's
+	$(BIN)/python tools/sanitize.py address,undefined $(ARGS)
+	$(BIN)/python tools/sanitize.py thread $(ARGS)
 
 smoke: $(LIBRARY) $(VENV)/.dev  ## real engines on a CPU: builds their environments (ENGINES=folder), starts each a few times
 	tools/engines.sh $(ENGINES)

@@ -35,7 +35,7 @@ void order_users(const tl_arena &arena) {
     Failure why;
     Driver *driver = driver_for(arena.device_kind, &why);
     if (!driver) return;
-    Bound bound(driver, arena.device_index);
+    Bound bound(driver, arena.device_index, true);
     if (bound.failure()) return;
     for (Stream user : arena.users) {
         Event event = nullptr;

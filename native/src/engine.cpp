@@ -332,7 +332,7 @@ Failure Engine::close() {
     }
     Failure first;
     if (driver_ && retained_) {
-        Bound bound(driver_, options_.device_index);
+        Bound bound(driver_, options_.device_index, true);
         first = bound.failure();
         files_.clear();  // libcufile's handles, before the context that they were made in
         if (copier_) {

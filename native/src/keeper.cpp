@@ -39,7 +39,7 @@ Keeper &keeper() {
 // Of a ring that was kept. Where the device cannot be bound any more the driver's calls fail, and memory goes all the same.
 void let_go(std::unique_ptr<Ring> ring) {
     const auto [driver, device] = ring->device();
-    Bound bound(driver, device);
+    Bound bound(driver, device, true);
     ring.reset();
     driver->release(device);
 }

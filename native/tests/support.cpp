@@ -114,6 +114,7 @@ static StandIn load_standin(int kind) {
     CONTROL(set_allocation_bytes);
     CONTROL(set_busy);
     CONTROL(fail);
+    CONTROL(fail_at_random);
     CONTROL(calls);
     CONTROL(entry);
     CONTROL(registered_bytes);

@@ -50,6 +50,7 @@ struct StandIn {
     decltype(&standin_set_allocation_bytes) set_allocation_bytes;
     decltype(&standin_set_busy) set_busy;
     decltype(&standin_fail) fail;
+    decltype(&standin_fail_at_random) fail_at_random;
     decltype(&standin_calls) calls;
     decltype(&standin_entry) entry;
     decltype(&standin_registered_bytes) registered_bytes;

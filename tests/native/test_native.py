@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.native_build import ROOT, build, program
+from support.native_build import ROOT, SANITIZERS, build, program, sanitized, sanitizer_environ
 from tensorlift.engine import abi, abi_fork
 from tensorlift.engine.events import TRACE_EVENT
 from tensorlift.plan.pieces import PIECE
@@ -32,7 +32,6 @@ PROGRAMS = [
     "sender",
     "rows",
 ]
-SANITIZERS = {"address,undefined": "asan", "thread": "tsan"}
 # One test of the program `fences` for each fence of native/src/mutants.hpp.
 MUTANTS = {
     "NO_ARRIVAL_FENCE": "arrival_",
@@ -76,18 +75,8 @@ def test_native_program(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_native_program_under_a_sanitizer(sanitizer: str, name: str, tmp_path: Path) -> None:
-    folder = build(SANITIZERS[sanitizer], f"TENSORLIFT_SANITIZE={sanitizer}")
-    # liburing maps its rings by system calls of its own, which the sanitizer does not see: where such a map
-    # takes the place of an older one, unmapped long ago, it reports a race with the making of that one.
-    suppressions = tmp_path / "suppressions"
-    suppressions.write_text("race:io_uring\n")
-    environ = {
-        # A huge allocation is refused as without the sanitizer; leaks are looked for at the end.
-        "ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1",
-        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
-        "TSAN_OPTIONS": f"halt_on_error=1:second_deadlock_stack=1:suppressions={suppressions}",
-    }
-    passes(run(program(folder, name), folder=tmp_path, environ=environ))
+    folder = sanitized(sanitizer)
+    passes(run(program(folder, name), folder=tmp_path, environ=sanitizer_environ(tmp_path)))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

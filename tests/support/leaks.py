@@ -7,7 +7,7 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tensorlift.engine import abi
 
@@ -29,6 +29,16 @@ def held() -> tuple[int, set[str], int]:
         with contextlib.suppress(FileNotFoundError):
             targets.add(f"{number}:{os.readlink(f'/proc/self/fd/{number}')}")
     return len(os.listdir("/proc/self/task")), targets, abi.library().arena_live()
+
+
+def comes_to_nothing(left: Callable[[], Sequence[object]], seconds: float = 10) -> bool:
+    """Whether nothing is left after a while: the kernel lists a thread that was joined for a moment more."""
+    end = time.monotonic() + seconds
+    while found := left():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return not found
 
 
 @contextlib.contextmanager

@@ -14,6 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDS = ROOT / "build" / "tests"
+# What is built for each, and under which name.
+SANITIZERS = {"address,undefined": "asan", "thread": "tsan"}
+# Names one of them where Python itself runs under it: then libraries of tests are those of its build.
+VARIABLE = "TENSORLIFT_TEST_SANITIZER"
 
 
 def _tool(name: str) -> str:
@@ -43,7 +47,9 @@ def build(name: str, *settings: str, target: str = "all") -> Path:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Where Python runs under a sanitizer the compiler need not.
+    environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
         pytest.fail(f"{' '.join(command)} failed:\n{done.stdout[-6000:]}{done.stderr[-3000:]}", pytrace=False)
 
@@ -55,4 +61,25 @@ def program(folder: Path, name: str) -> Path:
 
 def standin_library(name: str) -> Path:
     """The stand-in driver ("libcuda.so.1" or "libamdhip64.so"), built if it has to be."""
-    return build("plain", target=name) / "native" / "tests" / "standin" / name
+    return sanitized(os.environ.get(VARIABLE, ""), target=name) / "native" / "tests" / "standin" / name
+
+
+def sanitized(sanitizer: str, target: str = "all") -> Path:
+    """Folder of the build under a sanitizer, or without one."""
+    if not sanitizer:
+        return build("plain", target=target)
+    return build(SANITIZERS[sanitizer], f"TENSORLIFT_SANITIZE={sanitizer}", target=target)
+
+
+def sanitizer_environ(folder: Path) -> dict[str, str]:
+    """How programs of such a build run; a file of suppressions is written to the folder."""
+    # liburing maps its rings by system calls of its own, which the sanitizer does not see: where such a map
+    # takes the place of an older one, unmapped long ago, it reports a race with the making of that one.
+    suppressions = folder / "suppressions"
+    suppressions.write_text("race:io_uring\n")
+    return {
+        # A huge allocation is refused as without the sanitizer; leaks are looked for at the end.
+        "ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "TSAN_OPTIONS": f"halt_on_error=1:second_deadlock_stack=1:suppressions={suppressions}",
+    }

@@ -37,7 +37,7 @@ _u64, _i64, _i32, _text, _ptr = (
 _CONTROLS = {
     "reset": (None, ()), "ready": (None, ()), "set_devices": (None, (_i32,)),
     "set_copy_delay_us": (None, (_u64,)), "set_allocation_bytes": (None, (_u64,)),
-    "set_busy": (None, (_i32,)),
+    "set_busy": (None, (_i32,)), "fail_at_random": (None, (_u64, ctypes.c_uint32, _i32)),
     "set_copy_jitter_us": (None, (_u64, _u64)),
     "fail": (None, (_text, _i64, _i32)), "calls": (_u64, (_text,)), "entry": (_text, (ctypes.c_uint32,)),
     "registered_bytes": (_u64, ()), "registered_peak_bytes": (_u64, ()), "live_streams": (_u64, ()),

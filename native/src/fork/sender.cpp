@@ -50,11 +50,13 @@ Failure Sender::serve(int fd) {
         const SignalsBlocked blocked;
         try {
             made.thread = std::thread([this, &made] { work(made); });
-        } catch (const std::system_error &error) {
+        } catch (const std::exception &) {
             connections_.pop_back();
-            close(fd);
-            return os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread");
+            throw;
         }
+    } catch (const std::system_error &error) {
+        close(fd);
+        return os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread");
     } catch (const std::bad_alloc &) {
         close(fd);
         throw;

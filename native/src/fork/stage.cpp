@@ -30,7 +30,7 @@ Failure Stage::begin() {
 
 Stage::~Stage() {
     {
-        const Bound bound(driver_, device_);
+        const Bound bound(driver_, device_, true);
         if (stream_) {
             driver_->stream_synchronize(stream_);
             driver_->stream_destroy(stream_);

@@ -61,13 +61,17 @@ public:
     }
 
     void drain() override {
-        while (in_kernel_ > 0 && get_events() >= 0) {
+        for (int left = kTries; in_kernel_ > 0 && context_ && left > 0;) {
+            if (get_events() >= 0) continue;
+            // It waits for what is under way, where asking for results is refused.
+            if (syscall(SYS_io_destroy, context_) == 0) context_ = 0;
+            left--;
         }
-        // It waits for what is under way, where asking for results is refused.
-        if (in_kernel_ > 0 && syscall(SYS_io_destroy, context_) == 0) context_ = 0;
     }
 
 private:
+    static constexpr int kTries = 100;  // of both calls, which a kernel refuses for ever or not at all
+
     // Waits for one result at least; how many lie in events_, or the negative errno.
     int get_events() {
         const auto count = static_cast<int>(syscall(

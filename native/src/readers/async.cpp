@@ -15,7 +15,7 @@ class AsyncThread {
 public:
     AsyncThread(RequestSink *sink, int path, uint32_t depth, RequestQueue *queue,
                 std::unique_ptr<AsyncRing> ring)
-        : sink_(sink), path_(path), queue_(queue), ring_(std::move(ring)), entries_(depth) {
+        : sink_(sink), path_(path), queue_(queue), entries_(depth), ring_(std::move(ring)) {
         for (AsyncEntry &entry : entries_) free_.push_back(&entry);
     }
 
@@ -89,9 +89,9 @@ private:
     RequestSink *sink_;
     const int path_;
     RequestQueue *queue_;
-    std::unique_ptr<AsyncRing> ring_;
     std::vector<AsyncEntry> entries_;
     std::vector<AsyncEntry *> free_;
+    std::unique_ptr<AsyncRing> ring_;  // ends before the memory that it may write to
 };
 
 class AsyncReader final : public DeepReader {

@@ -69,8 +69,14 @@ Driver *hip_driver(Failure *why);
 // A device made current for a scope on a thread that is not ours.
 class Bound {
 public:
-    Bound(Driver *driver, int device) : driver_(driver) {
+    // to_give_back: tried again where it fails, whatever was current before. Without it copies could not be waited for, nor
+    // anything be given back.
+    Bound(Driver *driver, int device, bool to_give_back = false) : driver_(driver) {
         if (driver_) failure_ = driver_->bind(device, &previous_);
+        for (int left = to_give_back ? 2 : 0; failure_ && left > 0; left--) {
+            previous_ = nullptr;
+            failure_ = driver_->bind(device, nullptr);
+        }
     }
     ~Bound() {
         if (driver_ && !failure_) driver_->restore(previous_);

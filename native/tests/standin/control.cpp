@@ -63,6 +63,8 @@ STANDIN_API void standin_reset(void) {
         s.gates.clear();
         s.calls.clear();
         s.rules.clear();
+        s.fails_in_a_million = 0;
+        s.failed_before.clear();
         s.blocking_streams = 0;
         s.busy = false;
         s.rests.notify_all();
@@ -115,6 +117,14 @@ STANDIN_API void standin_fail(const char *entry, int64_t nth, int32_t code) {
     } else {
         state().rules[entry] = Rule{nth, code};
     }
+}
+
+STANDIN_API void standin_fail_at_random(uint64_t seed, uint32_t in_a_million, int32_t code) {
+    State &s = state();
+    std::lock_guard lock(s.mutex);
+    s.fails.seed(seed);
+    s.fails_in_a_million = in_a_million;
+    s.random_code = code;
 }
 
 STANDIN_API uint64_t standin_calls(const char *entry) {

@@ -118,6 +118,11 @@ int enter(const char *entry) {
     State &s = state();
     std::lock_guard lock(s.mutex);
     ++s.calls[entry];
+    if (s.failed_before.erase({std::this_thread::get_id(), entry}) == 0 && s.fails_in_a_million > 0 &&
+        s.fails() % 1000000 < s.fails_in_a_million) {
+        s.failed_before.emplace(std::this_thread::get_id(), entry);
+        return s.random_code;
+    }
     auto rule = s.rules.find(entry);
     if (rule == s.rules.end()) {
         return kSuccess;

@@ -37,6 +37,9 @@ void standin_set_busy(int32_t busy);
 /* The nth call from now on (1 is the next) of an entry point answers code; -n means the nth and all after it. What frees
  * or waits does so nevertheless and then answers code, as a driver does that reports an earlier failure. */
 void standin_fail(const char *entry, int64_t nth, int32_t code);
+/* Each call of any entry point answers code with the probability of so many in a million, but not the call of it
+ * on the same thread after one that failed so; until a reset, or 0. */
+void standin_fail_at_random(uint64_t seed, uint32_t in_a_million, int32_t code);
 uint64_t standin_calls(const char *entry);
 /* Name of entry point number index of this library, NULL past the last one. */
 const char *standin_entry(uint32_t index);

@@ -14,6 +14,8 @@
 #include <set>
 #include <shared_mutex>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 namespace standin {
@@ -40,6 +42,10 @@ struct State {
     std::set<std::uint64_t> opened;  // allocations of "another process"
     std::map<std::string, std::uint64_t> calls;
     std::map<std::string, Rule> rules;
+    std::mt19937_64 fails;
+    std::uint32_t fails_in_a_million = 0;
+    std::set<std::pair<std::thread::id, std::string>> failed_before;  // at random, the last time
+    std::int32_t random_code = 0;
     std::uint64_t blocking_streams = 0;
     bool busy = false;  // with work that is on no stream of ours
     std::condition_variable rests;
