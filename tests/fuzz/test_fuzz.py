@@ -1,4 +1,4 @@
-"""Fuzzing of what reads hostile input, from the corpus that is kept: a few seconds; `make fuzz` has a minute each."""
+"""Seconds of fuzzing of what reads hostile input, from the corpus that is kept; `make fuzz` has a minute each."""
 
 from __future__ import annotations
 
