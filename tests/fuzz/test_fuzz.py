@@ -1,4 +1,4 @@
-"""Seconds of fuzzing of what reads hostile input, from the corpus that is kept; `make fuzz` has a minute each."""
+"""Some fuzzing of what reads hostile input, from the corpus that is kept; `make fuzz` has a minute each."""
 
 from __future__ import annotations
 
