@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from support import child, leaks
-from support.checkpoints import random_checkpoint, random_row, write_safetensors
+from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.tensors import assert_state
 from tensorlift import loading
 from tensorlift.engine import abi
@@ -152,16 +152,19 @@ def test_forks_after_loads_and_amid_loads_of_threads(big: Path, threads: int) ->
     assert answer == {"codes": [0] * count, "wrong": 0, "left": [0, 0, 0]}
 
 
+def spawned(written: Written) -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        for state in pool.map_async(loading.load, [str(written.path)] * 4).get(100):
+            assert_state(state, written.tensors)
+        pool.close()
+        pool.join()
+
+
 def test_spawn(tmp_path: Path) -> None:
     written = random_checkpoint(tmp_path, shards=2, tensors=8)
     resource_tracker.ensure_running()  # it stays, with a pipe
-    with leaks.nothing_left(), multiprocessing.get_context("spawn").Pool(2) as pool:
-        states = pool.map_async(loading.load, [str(written.path)] * 4).get(100)
-        for state in states:
-            assert_state(state, written.tensors)
-        del state, states
-        pool.close()
-        pool.join()
+    with leaks.nothing_left():
+        spawned(written)
 
 
 def test_threads_that_load_at_once(tmp_path: Path) -> None:
