@@ -25,6 +25,7 @@ SECONDS = 600
 """For whatever is waited for."""
 KEY = "soak"
 PROGRAM = Path(__file__).resolve().with_name("soak.py")
+TIGHT: dict[str, Any] = {"arena_size": MIB, "buffer_size": 2 * MIB, "chunk_size": 64 * KIB}
 State = dict[str, torch.Tensor]
 
 
@@ -94,7 +95,6 @@ def kinds_of_loads(bench: Bench) -> list[Callable[[], object]]:
         for name in HOST_BACKENDS
         if abi.library().backend_probe(name, str(path / "model-0.safetensors")) is None
     ]
-    tight: dict[str, Any] = {"arena_size": MIB, "buffer_size": 2 * MIB, "chunk_size": 64 * KIB}
 
     def whole(**options: Any) -> None:
         bench.check(tensorlift.load(path, device, **options))
@@ -105,25 +105,6 @@ def kinds_of_loads(bench: Bench) -> list[Callable[[], object]]:
     def passed(**options: Any) -> None:
         with tensorlift.open(path, device, **options) as weights:
             bench.check(dict(weights))
-
-    def left_early(held: bool) -> None:
-        weights = tensorlift.open(path, device, **tight)
-        with weights if held else contextlib.nullcontext():
-            for count, _ in enumerate(weights):
-                if count == 5:
-                    break
-
-    def consumer_raises() -> None:
-        with expects(ZeroDivisionError), tensorlift.open(path, device, **tight) as weights:
-            for _ in weights:
-                raise ZeroDivisionError
-
-    def interrupted() -> None:
-        def report(done: int, total: int) -> None:
-            raise KeyboardInterrupt
-
-        with expects(KeyboardInterrupt):
-            tensorlift.load(path, device, progress=report)
 
     def into(**options: Any) -> None:
         state = bench.empty(**options)
@@ -145,10 +126,45 @@ def kinds_of_loads(bench: Bench) -> list[Callable[[], object]]:
                 part = {name: file.get_slice(name)[3:9]}
                 bench.check(part, {name: expected[name][3:9]})
 
+    def release() -> None:
+        bench.kept = tensorlift.release_pinned()
+
+    return [
+        *(lambda name=name: whole(backend=name) for name in usable),
+        *(lambda name=name: passed(backend=name, **TIGHT) for name in usable),
+        whole, small, passed, sliced, filtered, by_name, into, lambda: into(dtype=torch.float64),
+        lambda: whole(own="tensor"), lambda: whole(keep_pinned=True), lambda: small(keep_pinned=True), whole,
+        lambda: passed(keep_pinned=True), *kinds_of_ends(bench), release,
+    ]  # fmt: skip
+
+
+def kinds_of_ends(bench: Bench) -> list[Callable[[], object]]:
+    """Passes that end early, and loads that fail."""
+    path, device = bench.model, bench.wanted
+
+    def left_early(held: bool) -> None:
+        weights = tensorlift.open(path, device, **TIGHT)
+        with weights if held else contextlib.nullcontext():
+            for count, _ in enumerate(weights):
+                if count == 5:
+                    break
+
+    def consumer_raises() -> None:
+        with expects(ZeroDivisionError), tensorlift.open(path, device, **TIGHT) as weights:
+            for _ in weights:
+                raise ZeroDivisionError
+
+    def interrupted() -> None:
+        def report(done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        with expects(KeyboardInterrupt):
+            tensorlift.load(path, device, progress=report)
+
     def truncated() -> None:
         file = bench.folder / "cut.safetensors"
         write(file, {f"t{k}": torch.ones(200, 1000) for k in range(12)})
-        with expects(tensorlift.TruncatedError), tensorlift.open(file, device, **tight) as weights:
+        with expects(tensorlift.TruncatedError), tensorlift.open(file, device, **TIGHT) as weights:
             for _ in weights:
                 os.truncate(file, 3 * MIB)
 
@@ -156,25 +172,16 @@ def kinds_of_loads(bench: Bench) -> list[Callable[[], object]]:
         with expects(error):
             tensorlift.load(bench.folder / name, device, **options)
 
-    def release() -> None:
-        bench.kept = tensorlift.release_pinned()
-
     def wrong_digest() -> None:
         with expects(tensorlift.DigestError):
             tensorlift.load(path, device, verify={"layers.0.0": "0" * 32})
 
     return [
-        *(lambda name=name: whole(backend=name) for name in usable),
-        *(lambda name=name: passed(backend=name, **tight) for name in usable),
-        whole, small, passed, sliced, filtered, by_name, consumer_raises, interrupted, truncated,
-        wrong_digest,
-        lambda: whole(own="tensor"), lambda: whole(keep_pinned=True), lambda: small(keep_pinned=True), whole,
-        lambda: passed(keep_pinned=True), lambda: left_early(True), lambda: left_early(False), into,
-        lambda: into(dtype=torch.float64), lambda: refused(tensorlift.HeaderError, "bad.safetensors"),
+        lambda: left_early(True), lambda: left_early(False), consumer_raises, interrupted, truncated,
+        wrong_digest, lambda: refused(tensorlift.HeaderError, "bad.safetensors"),
         lambda: refused(tensorlift.CheckpointNotFoundError, "nowhere.safetensors"),
         lambda: refused(tensorlift.TensorNotFoundError, "small.safetensors", names="c"),
         lambda: refused(tensorlift.OptionError, "small.safetensors", threads=-1),
-        release,
     ]  # fmt: skip
 
 
