@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from support import child, page_cache
+from support import child, leaks, page_cache
 from support.checkpoints import random_row, write_safetensors
 from tensorlift import compat, loading
 from tensorlift.engine import abi
+from tensorlift.engine.engine import Engine
 from tensorlift.errors import FileError, TensorliftError, TruncatedError
 from tensorlift.options import HOST_BACKENDS
 from tensorlift.weights import Weights
@@ -96,6 +99,66 @@ def test_removed_after_opening(tmp_path: Path, backend: str) -> None:
     assert isinstance(caught.value, FileNotFoundError)
 
 
+def write_over(path: Path) -> None:
+    """Other bytes over the data, in place, once."""
+    if path.stat().st_mtime == 1:
+        with open(path, "r+b") as file:
+            file.seek(-12 * MIB, os.SEEK_END)
+            file.write(bytes(12 * MIB))
+
+
+@pytest.mark.parametrize("how", ["load", "open", "load_into"])
+def test_written_to_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, how: str
+) -> None:
+    """Neither the old tensors nor the new ones: some of both, with no sign of it in what was read."""
+    path = write(tmp_path / "model.safetensors")
+    os.utime(path, (1, 1))
+    state = {f"t{k}": torch.zeros(MIB, dtype=torch.uint8) for k in range(12)}
+    real = Engine.submit
+
+    def submit(engine: Engine, *given: Any) -> int:
+        ticket = real(engine, *given)
+        write_over(path)
+        return ticket
+
+    monkeypatch.setattr(Engine, "submit", submit)
+    runs = {
+        "load": lambda: loading.load(path, backend=backend),
+        "open": lambda: len(list(opened(path, backend))),
+        "load_into": lambda: loading.load_into(state, path, backend=backend),
+    }
+    with leaks.nothing_left(), pytest.raises(FileError, match=r"model\.safetensors: .*written to while"):
+        runs[how]()
+
+
+def test_replaced_while_it_is_read(tmp_path: Path, backend: str) -> None:
+    """What is open is the old one: all of it comes, or an error where it has to be opened again."""
+    path, other = write(tmp_path / "model.safetensors"), write(tmp_path / "other", seed=50)
+    expected = {name: tensor.clone() for name, tensor in loading.load(path).items()}
+    found = {}
+    with opened(path, backend) as weights, contextlib.suppress(FileError):
+        for name, tensor in weights:
+            if not found:
+                os.replace(other, path)
+            found[name] = tensor
+    assert found
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_a_file_system_without_a_time_of_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says the present one, whenever it is asked."""
+    path = write(tmp_path / "model.safetensors")
+    real, seconds = os.stat, itertools.count(2)
+
+    def stat(*given: Any, **named: Any) -> os.stat_result:
+        os.utime(path, (1, next(seconds)))
+        return real(*given, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    loading.load(path)
+
+
 def fork_in_the_middle(name: str, backend: str, closes: bool) -> dict[str, Any]:
     """In a child: its own child goes on with the iterator (only an error may come of it), or closes it."""
     import warnings
@@ -136,7 +199,7 @@ def test_a_forked_child_gets_an_error_and_the_parent_goes_on(tmp_path: Path, bac
         assert answer["rest"] == 11
 
 
-SHARDS = 150
+SHARDS = 200
 
 
 def loaded_with_few_descriptors(folder: str, backend: str, how: str) -> list[bool]:

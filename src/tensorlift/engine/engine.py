@@ -205,10 +205,14 @@ class Engine:
 
     def check_end(self) -> None:
         """After close(): raises what the driver said of copies that were still on their way when they had
-        landed. Not close() itself: it also ends what has failed before.
+        landed, and for files that were written to meanwhile. Not close() itself: it also ends what has
+        failed before.
         """
         if self._end is not None:
             raise self._explained(self._end)
+        for shard in self._shards:
+            if _was_written_to(shard):
+                raise exception_of(Failure(Status.REPLACED, "it was written to while it was read"), shard)
 
     def _call(
         self, function: Callable[Concatenate[abi.Handle, P], T], *given: P.args, **named: P.kwargs
@@ -248,6 +252,21 @@ def release_pinned() -> int:
     What loads under way have pinned is given back when they end, whatever they were told. From any thread.
     """
     return abi.library().pinned_release()
+
+
+def _was_written_to(shard: Shard) -> bool:
+    """Since before its header was read: what came may be part old, part new. Not what has replaced it."""
+    if not shard.written_ns:
+        return False
+    try:
+        now = os.stat(shard.absolute)
+        if (now.st_dev, now.st_ino, now.st_mtime_ns) == (shard.device, shard.inode, shard.written_ns):
+            return False
+        # Some file systems have no such time and say another one whenever they are asked.
+        steady = os.stat(shard.absolute).st_mtime_ns == now.st_mtime_ns
+    except OSError:  # removed meanwhile: what was open was the old one
+        return False
+    return steady and (now.st_dev, now.st_ino) == (shard.device, shard.inode)
 
 
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -47,6 +47,8 @@ class Shard:
     device: int
     inode: int
     header: Header
+    written_ns: int = 0
+    """When it was last written to, as seen before its header was read; 0: not known."""
 
 
 class Checkpoint:

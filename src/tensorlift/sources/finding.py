@@ -43,6 +43,8 @@ class Source:
     """Its name in the index."""
     nbytes: int = 0
     """When it was found; what counts is what its header's reader finds."""
+    written: tuple[int, int, int] = (0, 0, 0)
+    """Device and inode when it was found, and when that file was last written to, in ns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +167,11 @@ def _about(shown: str) -> os.stat_result | None:
         raise refused(error, shown, "looked at") from None
 
 
-def _source(shown: str, nbytes: int, member: str | None = None) -> Source:
+def _source(shown: str, about: os.stat_result, member: str | None = None) -> Source:
     # Not abspath(): it takes 'link/..' for the link's own folder, the kernel for the folder that it leads to.
     absolute = shown if os.path.isabs(shown) else os.path.join(_working_folder(shown), shown)
-    return Source(shown, os.fsencode(absolute), member, nbytes)
+    written = about.st_dev, about.st_ino, about.st_mtime_ns
+    return Source(shown, os.fsencode(absolute), member, about.st_size, written)
 
 
 def _working_folder(shown: str) -> str:
@@ -186,7 +189,7 @@ def _file(shown: str, about: os.stat_result) -> Found:
     suffix = foreign_suffix(shown)
     if suffix is not None:
         raise _other_format(shown, suffix)
-    return Found(shown, (_source(shown, about.st_size),))
+    return Found(shown, (_source(shown, about),))
 
 
 def _other_format(shown: str, suffix: str) -> CheckpointError:
@@ -258,4 +261,4 @@ def _shard(path: str, member: str | None, said: str) -> Source:
         raise CheckpointError(f"{missing}. A shard is missing{said}; download or copy it again")
     if not stat.S_ISREG(about.st_mode):
         raise not_a_file(path, about.st_mode, said)
-    return _source(path, about.st_size, member)
+    return _source(path, about, member)

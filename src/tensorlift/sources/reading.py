@@ -144,4 +144,6 @@ def _read_exactly(fd: int, nbytes: int, path: str) -> bytes:
 def _parsed(source: Source, identity: tuple[int, int, int], scan: HeaderScan) -> Shard:
     nbytes, device, inode = identity
     header = parse(scan.raw, nbytes, source.path, scan.result())
-    return Shard(source.path, source.absolute, nbytes, device, inode, header)
+    *found, written_ns = source.written
+    same = found == [device, inode]
+    return Shard(source.path, source.absolute, nbytes, device, inode, header, written_ns if same else 0)
