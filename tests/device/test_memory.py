@@ -109,6 +109,18 @@ def test_inside_an_engines_own_pool(file: Path, rows: dict[str, Row]) -> None:
     assert (0, 0) not in ours
 
 
+def many_loads(file: str) -> None:
+    for _ in range(300):
+        state = loading.load(file, device="cuda")
+        # Numbers above 256 are objects that end when one reference too many is dropped.
+        assert torch.cuda.memory_reserved() > 0
+        del state
+
+
+def test_more_loads_than_torch_has_numbers_that_never_end(file: Path) -> None:
+    call(many_loads, str(file))
+
+
 def test_memory_that_torch_only_caches_is_given_back_for_a_load(large: Case) -> None:
     # Inside a pool torch does not give back what it caches: the load fails there first.
     ballast = leave_free(64 * MIB)

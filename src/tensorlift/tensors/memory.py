@@ -149,7 +149,6 @@ class CudaMemory:
         self.dlpack_device = (_DL_ROCM if hip else _DL_CUDA, index)
         self.pci_address = pci_address(index)
         self._pool: torch.cuda.MemPool | None = None
-        self._checked = self._outside = False
         with torch.cuda.device(index):
             # The engine needs the primary context of this device; torch makes it at the first synchronise.
             torch.cuda.synchronize()
@@ -212,16 +211,6 @@ class CudaMemory:
         if self._pool is None:
             with torch.cuda.device(self.device):
                 self._pool = torch.cuda.MemPool()
-        if not self._outside:
-            with torch.cuda.use_mem_pool(self._pool, device=self.device):
-                blocks = self._empty(sizes)
-            if self._checked or not blocks or self._holds(blocks[0].data_ptr()):
-                self._checked = True
-                return blocks
-            # Inside somebody else's use_mem_pool the inner pool gets nothing (pytorch #161193). Pools are
-            # chosen by thread, so another thread is outside of it.
-            del blocks
-            self._outside = True
         return self._in_another_thread(sizes)
 
     def _empty(self, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -233,14 +222,14 @@ class CudaMemory:
                     pass
             return [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in sizes]
 
-    def _holds(self, address: int) -> bool:
-        assert self._pool is not None
-        return any(
-            segment["address"] <= address < segment["address"] + segment["total_size"]
-            for segment in self._pool.snapshot()  # type: ignore[no-untyped-call]
-        )
-
     def _in_another_thread(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Out of the pool, wherever the caller is.
+
+        Inside somebody else's use_mem_pool an inner one gets nothing (pytorch #161193), and pools are chosen
+        by thread. Looking afterwards where a block came from is no way: from a process' 257th pool on, a
+        snapshot of torch's (2.11) damages Python's memory, for it drops a reference to the pool's number that
+        it does not have, and only smaller numbers never end.
+        """
         pool, stream = self._pool, torch.cuda.current_stream(self.device)
         assert pool is not None
         made: list[list[torch.Tensor]] = []
@@ -255,8 +244,12 @@ class CudaMemory:
                 failed.append(error)
 
         thread = threading.Thread(target=work, name="tensorlift-allocate")
-        thread.start()
-        thread.join()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads can be had: out of the pool all the same, but within another's
+            work()
+        else:
+            thread.join()
         if failed:
             raise failed[0]
         return made[0]
