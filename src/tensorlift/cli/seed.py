@@ -34,8 +34,6 @@ from tensorlift.stats import human_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tensorlift.fleet.on_redis import RedisRegistry
-    from tensorlift.fleet.registry_client import RegistryClient
     from tensorlift.forking.manifest import ModelKey
     from tensorlift.format.checkpoint import Checkpoint
 
@@ -87,6 +85,7 @@ def command(
     with at_once():
         from tensorlift.fleet.announcing import announce
         from tensorlift.fleet.contract import near_of
+        from tensorlift.fleet.naming import announced_at
         from tensorlift.forking.keys import check_host
         from tensorlift.forking.listener import Listener
         from tensorlift.forking.remote import url_of
@@ -99,7 +98,10 @@ def command(
     check_host(host, token, insecure)
     kinds = words(transports) or SERVED
     ways_of(kinds, words(devices), protocol, limit, host=host)
-    near, known = near_of(place), _registry(registry, registry_ca, token)
+    if registry is None and (registry_ca, place) != (None, None):
+        raise OptionError("--registry-ca and --place are for --registry, and none is given")
+    near = near_of(place)
+    known: Any = None if registry is None else announced_at(registry, token, registry_ca)
     with until_terminated():
         with listening(host, port):
             Listener(host, port, id, 1).close()
@@ -120,25 +122,6 @@ def command(
                 facts |= {"registry": known.url, "announced": not why, "why_not": why}
             _print(facts, as_json)
             rest()
-
-
-def _registry(text: str | None, ca: Path | None, token: str) -> RegistryClient | RedisRegistry | None:
-    """Where a seed is announced. Raises RequestError."""
-    from tensorlift.fleet.lists import Lists
-    from tensorlift.fleet.naming import registry_of
-
-    if text is None:
-        if ca is not None:
-            raise OptionError("--registry-ca is for a registry at https://, and --registry names none")
-        return None
-    found: Any = registry_of(text, token, ca)
-    if isinstance(found, Lists):
-        raise OptionError(
-            "--registry is a list of seeds, where nobody is announced; expected http(s)://host:port or "
-            "redis://host:port"
-        )
-    known: RegistryClient | RedisRegistry = found
-    return known
 
 
 def _loaded(paths: list[str], progress: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
