@@ -85,7 +85,6 @@ def command(
     with at_once():
         from tensorlift.fleet.announcing import announce
         from tensorlift.fleet.contract import near_of
-        from tensorlift.fleet.naming import announced_at
         from tensorlift.forking.keys import check_host
         from tensorlift.forking.listener import Listener
         from tensorlift.forking.remote import url_of
@@ -98,10 +97,7 @@ def command(
     check_host(host, token, insecure)
     kinds = words(transports) or SERVED
     ways_of(kinds, words(devices), protocol, limit, host=host)
-    if registry is None and (registry_ca, place) != (None, None):
-        raise OptionError("--registry-ca and --place are for --registry, and none is given")
-    near = near_of(place)
-    known: Any = None if registry is None else announced_at(registry, token, registry_ca)
+    near, known = near_of(place), _registry(registry, registry_ca, place, token)
     with until_terminated():
         with listening(host, port):
             Listener(host, port, id, 1).close()
@@ -122,6 +118,17 @@ def command(
                 facts |= {"registry": known.url, "announced": not why, "why_not": why}
             _print(facts, as_json)
             rest()
+
+
+def _registry(text: str | None, ca: Path | None, place: str | None, token: str) -> Any:
+    """Where a seed is announced, if anywhere. Raises RequestError."""
+    from tensorlift.fleet.naming import announced_at
+
+    if text is not None:
+        return announced_at(text, token, ca)
+    if (ca, place) != (None, None):
+        raise OptionError("--registry-ca and --place are for --registry, and none is given")
+    return None
 
 
 def _loaded(paths: list[str], progress: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:

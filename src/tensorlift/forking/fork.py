@@ -103,15 +103,12 @@ def fork_into(
     each chunk is compared with its digest; "sample", some are (see chunks.checked); "off", none is. With the
     first two, whole tensors in host memory are compared too, where the seed publishes their digests. Epochs
     always are. part_of: what each seed was seen to have, by its URL, and has still; the model is a part.
-    pacer: of several forks that keep to one limit together. unwanted: why weights of a version will not do,
-    or "". progress: see tensorlift.fork().
+    pacer: that of several forks. unwanted: why a version will not do, or "". progress: see tensorlift.fork().
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
     then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that
-    ``tensorlift digest`` wrote beside the files; all others, and without digests all, are read. Buffers that
-    the model does not save are put back as they were; a derived tensor is in no file, which is an error. Or a
-    function that loads all of the model that it is given; what is not saved is as it was before, too.
-
+    ``tensorlift digest`` wrote beside the files; all others are read. What the model does not save is as it
+    was before; a derived tensor is in no file, which is an error. Or a function that loads all of the model.
     Raises ForkError, SeedError, ManifestError, RequestError, OptionError, and with ``fallback`` what
     load_into or the function does; after an error the tensors' contents are undefined.
     """
@@ -122,11 +119,8 @@ def fork_into(
     rank = 0 if wanted is None else wanted.tp[0]
     asked = FORKED if transports is None else transports
     kinds, wiring, rate = ways_of(asked, devices, protocol, limit, rank=rank, gpu=gpu_of(named))
-    # One for all attempts.
-    paced = Pacer(rate or 0) if pacer is None else pacer
-    # What is wrong with it is no seed's fault.
-    trusted = None if ca is None else fork_context(ca)
-    find = _finder(urls, lambda url: SeedClient(url, secret, patience, trusted))
+    paced = pacer or Pacer(rate or 0)
+    find = _finder(urls, secret, patience, ca)
     files = None if fallback is None else Fallback(fallback, model, named, ours)
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
     settle(named)
@@ -155,8 +149,14 @@ _Clients = Callable[[ForkError | None, dict[str, str]], list[SeedClient]]
 """Also given the seeds that are left, with the reasons, for more of them."""
 
 
-def _finder(urls: str | Sequence[str] | Find, client: Callable[[str], SeedClient]) -> _Clients:
+def _finder(urls: str | Sequence[str] | Find, token: str, patience: float, ca: Ca | None) -> _Clients:
     """Raises RequestError, OptionError at once for URLs that are none."""
+    # What is wrong with it is no seed's fault.
+    trusted = None if ca is None else fork_context(ca)
+
+    def client(url: str) -> SeedClient:
+        return SeedClient(url, token, patience, trusted)
+
     if callable(urls):
         asked = urls
 
