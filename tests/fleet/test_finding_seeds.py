@@ -321,7 +321,7 @@ def test_a_seed_without_tls_where_some_are_trusted(tmp_path: Path) -> None:
     trusted = ssl.create_default_context()
     with tensorlift.seed(weights(), key=KEY) as seed:
         with pytest.raises(SeedError, match=f"ca is for https://, and {seed.url} is read without TLS"):
-            forked([seed.url, nobody()], ca=trusted)
+            forked([seed.url], ca=trusted)
         came = forked([seed.url, nobody()], ca=trusted, fallback=tmp_path)
     assert came.by_source == {"files": NBYTES}
     assert any("ca is for https://" in one for one in came.left)
