@@ -184,6 +184,7 @@ def test_a_size_as_text() -> None:
         ({"wait": 5.0}, "are for a registry"),
         ({"streams": 2}, "a fork here takes no 'streams'; expected one of token, "),
         ({"limit": "25%"}, "share is of its NICs"),
+        ({"protocol": "tcp"}, "protocol is 'tcp', but no transport here takes one"),
     ],
 )
 def test_options_that_would_be_of_no_use(given: dict[str, Any], says: str) -> None:

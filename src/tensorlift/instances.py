@@ -10,7 +10,7 @@ from tensorlift.errors import OptionError
 from tensorlift.fleet.announcing import announce
 from tensorlift.fleet.contract import MOST_CANDIDATES, near_of
 from tensorlift.fleet.finding_seeds import SeedFinder
-from tensorlift.fleet.naming import FORMS, registry_of
+from tensorlift.fleet.naming import FORMS, announced_at, registry_of
 from tensorlift.forking.fork import Forked, fork_into
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import ModelKey
@@ -49,8 +49,10 @@ def seed(
     TENSORLIFT_PLACE says. Other options are those of Seed. Raises RequestError, OptionError, SeedError where
     another seed cannot be joined, OSError where nobody can listen there.
     """
+    if registry is None and (place, registry_ca) != (None, None):
+        raise OptionError("place and registry_ca are for a registry, and none was given")
     near = near_of(place)
-    known = None if registry is None else registry_of(registry, checked_token(token), registry_ca)
+    known = None if registry is None else announced_at(registry, checked_token(token), registry_ca)
     made = Seed(model, key, host=host, port=port, token=token, limit=limit, **options)
     if known is not None:
         announce(made, known, near)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import trustme
 from typer.testing import CliRunner
 
 import tensorlift
@@ -206,16 +207,29 @@ def test_what_a_fork_is_asked_wrongly(tmp_path: Path) -> None:
         assert (code, "--key, --place, --seeds and --wait are for --registry" in err) == (2, True)
     for wrong, message in (
         (("--key", "{"), "--key is no key in JSON"),
-        (("--key", '{"tp": [0, 1]}'), "--key is no key in JSON"),
+        (("--key", '{"tp": [0, 1]}'), "key is none: Object missing required field `model`"),
         (("--key", '{"model": "m", "tp": [2, 1]}'), "key has rank 2 of 1 in tp"),
-        (("--key", '{"model": "m", "engin": "x"}'), "--key has 'engin'; a key has model, revision"),
+        (("--key", '{"model": "m", "engin": "x"}'), "key has 'engin'; a key has model, revision"),
         (("--key", "m", "--seeds", 65), "--seeds is 65"),
         (("--key", "m", "--wait", 0), "--wait is 0"),
         (("--key", "m", "--transports", "x"), "transports is ['x']"),
         (("--key", "m", "--limit", "fast"), "limit is 'fast'"),
         (("--key", "m", "--devices", "mlx5_0"), "no transport here takes NICs"),
+        (("--key", "m", "--protocol", "tcp"), "protocol is 'tcp', but no transport here takes one"),
+        (("--key", "m", "--ca", "none"), "ca is "),
     ):
         code, _, err = run("fork", "--registry", url, *wrong, *out)
         assert (code, message in err) == (2, True), (wrong, err)
     code, _, err = run("fork", "--registry", "nonsense", "--key", "m", *out)
     assert (code, "file:/path.json" in err) == (2, True)
+
+
+def test_a_seed_without_tls_where_some_are_trusted(tmp_path: Path) -> None:
+    """It is a seed that failed, and no mistake of who calls."""
+    ca, url = tmp_path / "ca.pem", nobody()
+    trustme.CA().cert_pem.write_to_path(str(ca))
+    (tmp_path / "seeds").write_text(json.dumps({"seeds": [url]}))
+    given = ("--registry", f"file:{tmp_path / 'seeds'}", "--key", "m", "--ca", ca, "--out", tmp_path / "no")
+    code, _, err = run("fork", *given)
+    assert (code, "error: SeedError" in err, f"{url} is read without TLS" in err) == (4, True, True), err
+    assert "it knows no other than the 1 seed that failed" in err

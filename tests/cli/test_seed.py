@@ -154,11 +154,14 @@ def test_what_is_refused_before_a_load(
     assert run("seed", "nowhere", "--limit", "25%")[0] == 1
     for wrong, message in (
         (("--registry", "nonsense"), "registry is 'nonsense'; expected http"),
-        (("--registry", "file:/seeds.json"), "--registry is a list of seeds, where nobody is announced"),
-        (("--registry-ca", "a"), "--registry-ca is for a registry at https://"),
+        (("--registry", "file:/seeds.json"), "registry is a list of seeds, where nobody is announced"),
+        (("--registry-ca", "a"), "--registry-ca and --place are for --registry, and none is given"),
+        (("--place", "z"), "--registry-ca and --place are for --registry, and none is given"),
+        (("--registry", "http://10.0.0.1:7", "--registry-ca", "a"), "registry_ca is for a registry at https"),
+        (("--protocol", "tcp"), "protocol is 'tcp', but no transport here takes one"),
         (("--transports", "tcp,pigeons"), "transports is ['tcp', 'pigeons']; expected some of"),
         (("--devices", "mlx5_0"), "no transport here takes NICs"),
-        (("--place", "/"), "place is '/'"),
+        (("--registry", "http://10.0.0.1:7", "--place", "/"), "place is '/'"),
     ):
         code, _, err = run("seed", "nowhere", *wrong)
         assert (code, message in err) == (2, True), (wrong, err)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.seeds import nobody, running
 from support.waiting import until
 from tensorlift.errors import OptionError, RequestError
 from tensorlift.fleet import saying
+from tensorlift.fleet.announcing import announce
 from tensorlift.fleet.contract import Announcement, Load, Near, near_of
 from tensorlift.fleet.server import RegistryServer
 from tensorlift.forking.fork import fork_into
@@ -27,6 +29,8 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saying, "_FIRST_BACKOFF", 0.05)
     monkeypatch.setattr(saying, "_LAST_BACKOFF", 0.05)
     monkeypatch.setattr(saying, "_SHORTEST_REST", 0.05)
+    # What is looked at behind an end has to have been said.
+    monkeypatch.setattr(saying, "GOODBYE_SECONDS", 60.0)
 
 
 @pytest.fixture(autouse=True)
@@ -126,3 +130,43 @@ def test_a_killed_seed_is_gone_from_the_answers() -> None:
             until(lambda: set(known(server)) == {url, other.url})
         until(lambda: set(known(server)) == {other.url})
         assert server._registry.candidates(KEY, Near(), 9) == [other.url]
+
+
+def test_a_registry_that_does_not_answer_does_not_hold_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saying, "GOODBYE_SECONDS", 0.05)
+    reached, gate, said = threading.Event(), threading.Event(), list[str]()
+
+    class Hanging:
+        def announce(self, seed: Announcement) -> float:
+            reached.set()
+            gate.wait()
+            return 15.0
+
+        def withdraw(self, instance: str) -> None:
+            said.append(instance)
+
+        def close(self) -> None:
+            said.append("closed")
+
+    seed = tensorlift.seed({"a": torch.arange(1000)}, key=KEY)
+    announce(seed, Hanging(), near_of())  # type: ignore[arg-type]
+    assert reached.wait(60)
+    seed.close()
+    assert said == []
+    gate.set()
+    until(lambda: said == [seed.instance, "closed"])
+
+
+def test_nobody_is_announced_in_a_list() -> None:
+    for registry in (["http://10.0.0.1:1"], "file:/seeds.json", "dns://seeds:1", "dns+https://seeds:1"):
+        with pytest.raises(OptionError, match="registry is a list of seeds, where nobody is announced"):
+            seeding(registry)
+
+
+def test_options_that_nothing_would_come_of() -> None:
+    for given in ({"place": "z"}, {"registry_ca": "ca.pem"}):
+        with pytest.raises(OptionError, match="place and registry_ca are for a registry, and none was given"):
+            seeding(None, **given)
+    for registry in ("http://10.0.0.1:1", "redis://10.0.0.1:1"):
+        with pytest.raises(OptionError, match="registry_ca is for a registry at https://"):
+            seeding(registry, registry_ca="ca.pem")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,8 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding_seeds, "_DOWN_REST", 0.05)
     monkeypatch.setattr(finding_seeds, "_FULL_REST", 0.05)
     monkeypatch.setattr(saying, "_SHORTEST_REST", 0.05)
+    # What is looked at behind an end has to have been said.
+    monkeypatch.setattr(saying, "GOODBYE_SECONDS", 60.0)
 
 
 @pytest.fixture(autouse=True)
@@ -300,3 +303,27 @@ def test_what_is_asked_wrongly(server: RegistryServer) -> None:
     for wrong in ({"seeds": 0}, {"seeds": 65}, {"wait": 0}, {"place": "/"}, {"registry": "x"}):
         with pytest.raises(OptionError):
             tensorlift.fork(**({"registry": server.url, "into": weights(), "key": KEY} | wrong))  # type: ignore[arg-type]
+
+
+def test_more_failed_seeds_than_a_registry_is_told_of(tmp_path: Path) -> None:
+    """Each is asked once."""
+    port = nobody().rpartition(":")[2]
+    gone = [f"http://127.0.1.{number}:{port}" for number in range(1, 120)]
+    save_file(weights(), tmp_path / "model.safetensors")
+    came = forked(gone, fallback=tmp_path)
+    assert came.by_source == {"files": NBYTES}
+    assert len(came.left) == len(gone)
+
+
+def test_a_seed_without_tls_where_some_are_trusted(tmp_path: Path) -> None:
+    """It is left behind, not the fork."""
+    save_file(weights(), tmp_path / "model.safetensors")
+    trusted = ssl.create_default_context()
+    with tensorlift.seed(weights(), key=KEY) as seed:
+        with pytest.raises(SeedError, match=f"ca is for https://, and {seed.url} is read without TLS"):
+            forked([seed.url], ca=trusted)
+        came = forked([seed.url, nobody()], ca=trusted, fallback=tmp_path)
+    assert came.by_source == {"files": NBYTES}
+    assert any("ca is for https://" in one for one in came.left)
+    with pytest.raises(OptionError, match=r"ca is .*none"):
+        forked([nobody()], ca=tmp_path / "none", fallback=tmp_path)

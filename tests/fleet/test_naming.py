@@ -80,6 +80,10 @@ def test_a_file(tmp_path: Path) -> None:
         '{"seeds": [7]}',
         '{"seeds": ["x"]}',
         '{"seeds": [{"url": "http://a:1", "nonsense": 1}]}',
+        '{"seeds": [{"url": "http://a:1", "key": {"model": "m", "tpp": [0, 2]}}]}',
+        '{"seeds": [{"url": "http://a:1", "key": {"model": "m", "tp": [2, 2]}}]}',
+        '{"seeds": [{"url": "http://a:1", "key": {"tp": [0, 2]}}]}',
+        '{"seeds": ["http://user:word@a:1"]}',
         "\xff",
     ],
 )

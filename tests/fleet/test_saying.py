@@ -41,11 +41,11 @@ def test_in_time_and_at_once() -> None:
     other.news()
     until(lambda: seldom.times == 2)
     assert other.was_heard
-    one.close()
-    other.close()
+    one.close(lambda: None)
+    other.close(lambda: None)
     before = often.times
     other.news()
-    other.close()
+    other.close(lambda: None)
     assert (often.times, seldom.times) == (before, 2)
 
 
@@ -58,7 +58,7 @@ def test_failures_are_told_once_and_news_do_not_hurry_them(
     with caplog.at_level(logging.WARNING, "tensorlift"):
         one = Saying(told, "what")
         until(lambda: one.was_heard)
-        one.close()
+        one.close(lambda: None)
     assert caplog.messages == ["what: nobody is there; this is tried again", "what: it is heard again"]
     monkeypatch.setattr(saying, "_FIRST_BACKOFF", 600.0)
     monkeypatch.setattr(saying, "_LAST_BACKOFF", 600.0)
@@ -69,7 +69,7 @@ def test_failures_are_told_once_and_news_do_not_hurry_them(
         two.news()
     assert not threading.Event().wait(0.05)
     assert down.times == 1
-    two.close()
+    two.close(lambda: None)
 
 
 def test_a_rest_has_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_rest_has_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = Told(float("inf"))
     one = Saying(endless, "a")
     until(lambda: endless.times >= 1)
-    one.close()
+    one.close(lambda: None)
 
 
 def test_why_it_was_not_heard() -> None:
@@ -91,5 +91,25 @@ def test_why_it_was_not_heard() -> None:
     assert one.problem(0.01) == "there is no answer in 0.01 s"
     gate.set()
     assert (one.problem(60), other.problem(60)) == ("nobody is there", "")
-    one.close()
-    other.close()
+    one.close(lambda: None)
+    other.close(lambda: None)
+
+
+def test_the_last_is_said_once_behind_what_is_being_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whoever ends does not wait for it longer than a moment."""
+    monkeypatch.setattr(saying, "GOODBYE_SECONDS", 0.05)
+    reached, gate, said = threading.Event(), threading.Event(), list[str]()
+
+    def say() -> float:
+        reached.set()
+        gate.wait()
+        said.append("first")
+        return 600.0
+
+    one = Saying(say, "a")
+    assert reached.wait(60)
+    one.close(lambda: said.append("last"))
+    one.close(lambda: said.append("again"))
+    assert said == []
+    gate.set()
+    until(lambda: said == ["first", "last"])

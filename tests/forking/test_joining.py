@@ -200,3 +200,25 @@ def test_an_open_front_takes_ranks_from_where_they_are() -> None:
             client.join(JoinRequest("a" * 32, ModelKey(model="m" * 4096), "http://127.0.0.1:1"))
         with pytest.raises(ForkError, match="does not have"):
             client.peer(key(1))
+
+
+def test_a_front_that_does_not_answer_does_not_hold_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "GOODBYE_SECONDS", 0.05)
+    gate, left = threading.Event(), list[str]()
+
+    class Front:
+        def join(self, rank: JoinRequest) -> ranks.JoinAnswer:
+            return ranks.JoinAnswer(600.0)
+
+        def leave(self, instance: str) -> None:
+            gate.wait()
+            left.append(instance)
+
+    request = JoinRequest("a" * 32, key(1), "http://127.0.0.1:1")
+    with leaks.nothing_left():
+        joined = joining.Joined(Front(), request, 1.0)  # type: ignore[arg-type]
+        joined.close()
+        assert left == []
+        gate.set()
+        until(lambda: left == ["a" * 32])
+        joined._thread.join()

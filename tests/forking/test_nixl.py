@@ -164,3 +164,10 @@ def test_a_process_that_had_an_engine_exits_well_and_says_nothing_on_stdout() ->
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (out.returncode, out.stdout) == (0, ""), out.stderr
+
+
+def test_a_session_that_is_no_text_of_base64() -> None:
+    """Whatever a seed says is no other error than that it cannot be read."""
+    for session in ("x:!", "x:\u00e9", "x:AAA"):
+        with pytest.raises(FabricError, match="no metadata of NIXL"):
+            nixl._parted(session)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -371,3 +372,29 @@ def test_addresses_that_others_reach() -> None:
     assert one_sided._address("localhost") in ("127.0.0.1", "::1")
     assert one_sided._address("10.1.2.3") == "10.1.2.3"
     assert one_sided._address("0.0.0.0") != "0.0.0.0"
+
+
+@pytest.mark.parametrize("changed", [{"places": ()}, {"session": "another"}])
+def test_a_seed_whose_second_table_is_none_of_the_first(
+    world: World, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    """It is left, as any that does not do what it should; the engine too."""
+    learn, times, make = one_sided._learn, list[int](), world.make
+
+    def learned(peer: socket.socket, region: int) -> Any:
+        times.append(region)
+        table = learn(peer, region)
+        if len(times) == 1:
+            return msgspec.structs.replace(table, places=(None,) * len(table.places))
+        return msgspec.structs.replace(table, **changed)
+
+    def particular(wiring: Any, host: str) -> Any:
+        made = make(wiring, host)
+        made.stale.add("another")
+        return made
+
+    monkeypatch.setattr(one_sided, "_learn", learned)
+    one_sided._MAKERS["mooncake"] = particular  # type: ignore[index]
+    with seed(weights()) as running, pytest.raises(ForkError, match=r"number of regions|for another one"):
+        fork(running.url, empty(), connections=1)
+    assert len(times) > 1

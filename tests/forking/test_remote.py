@@ -17,6 +17,7 @@ from tensorlift.forking import remote
 from tensorlift.forking.manifest import ModelKey, Region, Tensor, layout_digest
 from tensorlift.forking.remote import SeedCheckpoint, allocated, check_options, is_seed, url_of
 from tensorlift.forking.seed import Seed
+from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.tokens import TOKEN_VARIABLE
 
 KEY = ModelKey(model="org/a model", processed=False)
@@ -268,3 +269,17 @@ def test_a_seed_that_is_gone() -> None:
         list(table.stream(["half"], 100, lambda done: None))
     with pytest.raises(SeedError, match="cannot be reached"):
         SeedCheckpoint(url_of(seed.url, ""))
+
+
+def test_all_parts_keep_to_one_limit(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the last chunk of each would be for nothing."""
+    pacers, asked = list[Pacer](), Pacer.asked
+
+    def counted(self: Pacer, nbytes: int) -> None:
+        pacers.append(self)
+        asked(self, nbytes)
+
+    monkeypatch.setattr(Pacer, "asked", counted)
+    table = SeedCheckpoint(url_of(seed.url, ""), as_it_is=True, limit="1GB/s", transports=["tcp"])
+    assert len([bytes(part) for part in table.stream(["plain", "turned", "half"], 1, lambda done: None)]) == 3
+    assert (len(pacers), len(set(map(id, pacers))), pacers[0].rate) == (3, 1, 10**9)

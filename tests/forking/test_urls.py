@@ -10,7 +10,7 @@ from tensorlift.forking.urls import followed, placed, reached, split_url
 
 def test_urls() -> None:
     assert split_url("http://Host:80/") == ("http", "host", 80)
-    assert split_url("https://user:secret@[::1]:8").url == "https://[::1]:8"
+    assert split_url("https://[::1]:8").url == "https://[::1]:8"
     for bad in (
         "",
         "host:1",
@@ -24,6 +24,13 @@ def test_urls() -> None:
     ):
         with pytest.raises(RequestError, match="is no URL of a seed"):
             split_url(bad)
+
+
+@pytest.mark.parametrize("before", ["user:secret@", "user@", ":@", "@"])
+def test_a_user_and_a_password_are_not_passed_over(before: str) -> None:
+    with pytest.raises(RequestError, match=r"known by a token, not by a user and a password$") as refused:
+        split_url(f"https://{before}10.0.0.7:8")
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

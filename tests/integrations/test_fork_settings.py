@@ -61,6 +61,14 @@ def test_a_fork_asks_a_registry_where_no_seed_is_named():
     assert parse_forks(given).to_fork() == {**given, "wait": 5.0}
 
 
+@pytest.mark.parametrize("registry", [["http://a:1"], "file:/seeds.json", "dns://seeds:1"])
+def test_a_list_of_seeds_is_for_forks_alone(registry):
+    """Nobody is announced there, and a seed takes none."""
+    found = parse_forks({"registry": registry, "place": "rack-1", "publish": True})
+    assert found.to_fork()["registry"] == registry
+    assert {"registry", "place"}.isdisjoint(found.to_seed(found.publish, None))
+
+
 def test_all_that_is_handed_on_is_taken(monkeypatch):
     from tensorlift import instances
     from tensorlift.forking.fork import fork_into
@@ -86,7 +94,7 @@ def test_certificates_are_for_seeds_registries_and_ranks(tmp_path):
     publish = {"port": 7, "tls": [certificate, certificate]}
     found = parse_forks({"publish": publish, "ca": ca})
     assert found.publish.front_url == "https://127.0.0.1:7"
-    assert "ca" not in found.to_seed(found.publish, None)
+    assert {"ca", "registry_ca"}.isdisjoint(found.to_seed(found.publish, None))
     assert found.to_seed(found.publish, found.publish.front_url)["ca"] == ca
     for given, says in (
         ({"seed": "http://h:1", "ca": ca}, "ca is for https://"),

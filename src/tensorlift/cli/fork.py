@@ -17,11 +17,13 @@ from tensorlift.cli.interrupts import at_once
 from tensorlift.cli.options import AS_JSON, DEVICES, PLACE, PROGRESS, PROTOCOL, TOKEN_FILE, TRANSPORTS, words
 from tensorlift.errors import ForkError, OptionError
 from tensorlift.forking.tokens import token_of
-from tensorlift.format.quoting import clean, plural, quote
+from tensorlift.format.quoting import clean, plural
 from tensorlift.progress import SourceReport, by_source, reporter
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
+    from ssl import SSLContext
+
     from tensorlift.fleet.finding_seeds import SeedFinder
     from tensorlift.forking.manifest import ModelKey
     from tensorlift.forking.remote import SeedCheckpoint
@@ -89,6 +91,7 @@ def command(
         raise OptionError("--key, --place, --seeds and --wait are for --registry, and none is given")
     token = token_of(token_file)
     with at_once():
+        from tensorlift.forking.encryption import fork_context
         from tensorlift.forking.transports import FORKED
         from tensorlift.forking.ways import ways_of
 
@@ -99,11 +102,12 @@ def command(
     # What can be wrong with them, before anybody is asked.
     ways_of(**ways)
     begin = time.perf_counter()
-    taking, left = _Taking(out, not force, token, ca, progress, ways), dict[str, str]()
+    trusted = None if ca is None else fork_context(ca)
+    taking, left = _Taking(out, not force, token, trusted, progress, ways), dict[str, str]()
     if registry is None:
         seed, case = taking.all_of(urls or ())
     else:
-        with _asked(registry, key, token, ca, place, seeds, wait) as asked:
+        with _asked(registry, key, token, trusted, place, seeds, wait) as asked:
             seed, case = _of_whom_it_names(asked, taking, left)
     left |= seed.left
     _print(
@@ -129,7 +133,7 @@ class _Taking:
     out: Path
     keep: bool
     token: str
-    ca: Path | None
+    ca: SSLContext | None
     progress: bool | None
     ways: dict[str, Any]
 
@@ -151,11 +155,14 @@ def _of_whom_it_names(
     asked: SeedFinder, taking: _Taking, left: dict[str, str]
 ) -> tuple[SeedCheckpoint, Case]:
     """Of the first seeds that a registry names and that bring all; who does not is ``left``."""
+    from tensorlift.forking.client import SeedClient, clients_of
+
     error: ForkError | None = None
     while True:
         found = asked.seeds(error)
         try:
-            return taking.all_of(found, asked.key, asked)
+            clients = clients_of(found, lambda url: SeedClient(url, ca=taking.ca), left)
+            return taking.all_of([client.url for client in clients], asked.key, asked)
         except ForkError as problem:
             error = problem
             left |= {url: str(problem).removeprefix(url).lstrip(": ") for url in found}
@@ -165,7 +172,7 @@ def _asked(
     registry: str,
     key: str | None,
     token: str,
-    ca: Path | None,
+    ca: SSLContext | None,
     place: str | None,
     seeds: int,
     wait: float,
@@ -185,19 +192,13 @@ def _asked(
 
 def _keys(text: str) -> list[ModelKey]:
     """A name is that of a checkpoint's weights, else of those that an engine holds. Raises OptionError."""
-    from tensorlift.forking.keys import checked_key
+    from tensorlift.forking.keys import checked_key, key_of
     from tensorlift.forking.manifest import ModelKey
 
     if not text.lstrip().startswith("{"):
         return [checked_key(ModelKey(model=text, processed=False)), checked_key(text)]
     try:
-        fields = msgspec.json.decode(text, type=dict[str, Any])
-        if unknown := fields.keys() - set(ModelKey.__struct_fields__):
-            raise OptionError(
-                f"--key has {', '.join(map(quote, sorted(unknown)))}; a key has "
-                f"{', '.join(ModelKey.__struct_fields__)}"
-            )
-        return [checked_key(msgspec.convert(fields, ModelKey))]
+        return [key_of(msgspec.json.decode(text, type=dict[str, Any]))]
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise OptionError(f"--key is no key in JSON: {clean(str(error))}") from None
 

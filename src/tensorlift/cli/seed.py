@@ -34,8 +34,6 @@ from tensorlift.stats import human_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tensorlift.fleet.on_redis import RedisRegistry
-    from tensorlift.fleet.registry_client import RegistryClient
     from tensorlift.forking.manifest import ModelKey
     from tensorlift.format.checkpoint import Checkpoint
 
@@ -99,7 +97,7 @@ def command(
     check_host(host, token, insecure)
     kinds = words(transports) or SERVED
     ways_of(kinds, words(devices), protocol, limit, host=host)
-    near, known = near_of(place), _registry(registry, registry_ca, token)
+    near, known = near_of(place), _registry(registry, registry_ca, place, token)
     with until_terminated():
         with listening(host, port):
             Listener(host, port, id, 1).close()
@@ -122,23 +120,15 @@ def command(
             rest()
 
 
-def _registry(text: str | None, ca: Path | None, token: str) -> RegistryClient | RedisRegistry | None:
-    """Where a seed is announced. Raises RequestError."""
-    from tensorlift.fleet.lists import Lists
-    from tensorlift.fleet.naming import registry_of
+def _registry(text: str | None, ca: Path | None, place: str | None, token: str) -> Any:
+    """Where a seed is announced, if anywhere. Raises RequestError."""
+    from tensorlift.fleet.naming import announced_at
 
-    if text is None:
-        if ca is not None:
-            raise OptionError("--registry-ca is for a registry at https://, and --registry names none")
-        return None
-    found: Any = registry_of(text, token, ca)
-    if isinstance(found, Lists):
-        raise OptionError(
-            "--registry is a list of seeds, where nobody is announced; expected http(s)://host:port or "
-            "redis://host:port"
-        )
-    known: RegistryClient | RedisRegistry = found
-    return known
+    if text is not None:
+        return announced_at(text, token, ca)
+    if (ca, place) != (None, None):
+        raise OptionError("--registry-ca and --place are for --registry, and none is given")
+    return None
 
 
 def _loaded(paths: list[str], progress: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -8,7 +8,6 @@ import time
 
 import msgspec
 
-from tensorlift.errors import TensorliftError
 from tensorlift.fleet.contract import Announcement, Load, Near, Registry
 from tensorlift.fleet.saying import Saying
 from tensorlift.forking.seed import Seed
@@ -69,9 +68,10 @@ class Announced:
         return self._saying.problem(seconds)
 
     def close(self) -> None:
-        """The registry is told, where it is there."""
-        self._saying.close()
-        if self._saying.was_heard:
-            with contextlib.suppress(TensorliftError):
+        """The registry is told, where it is there and listens; see Saying.close()."""
+        self._saying.close(self._withdraw)
+
+    def _withdraw(self) -> None:
+        with contextlib.closing(self._registry):
+            if self._saying.was_heard:
                 self._registry.withdraw(self._seed.instance)
-        self._registry.close()

@@ -8,8 +8,8 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 
-from tensorlift.errors import ForkError, SeedError, TensorliftError
-from tensorlift.fleet.contract import MOST_WITHOUT, ForkReport, Near, Registry, State
+from tensorlift.errors import ForkError, SeedError
+from tensorlift.fleet.contract import ForkReport, Near, Registry, State
 from tensorlift.fleet.saying import Saying
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.format.quoting import clean
@@ -22,6 +22,8 @@ _DOWN_SECONDS = 10.0
 _DOWN_REST = 0.5
 # For a seed that had no room when the registry thought it had.
 _FULL_REST = 1.0
+# However soon a registry, or a proxy before it, wants to be asked again.
+_LEAST_REST = 0.1
 _LONGEST_REASON = 1000
 
 
@@ -32,7 +34,7 @@ class SeedFinder:
         self, registry: Registry, keys: Sequence[ModelKey], near: Near, count: int, wait: float
     ) -> None:
         """keys: that will do, each where nobody has those before it; count: seeds to read from at once;
-        wait: seconds to wait for one that has room. Closes the registry.
+        wait: seconds to look for some that have room and bring anything. Closes the registry.
         """
         self._registry, self._near, self._count = registry, near, count
         self._keys = list(keys)
@@ -42,7 +44,8 @@ class SeedFinder:
         self._state: State = "waiting"
         self._bytes = 0, 0
         self._given: tuple[str, ...] = ()
-        self._left: list[str] = []
+        self._given_at = self._begin
+        self._left: dict[str, None] = {}
         self._saying: Saying | None = None
 
     @property
@@ -56,34 +59,45 @@ class SeedFinder:
         Raises SeedError where there are none.
         """
         if error is not None:
-            if getattr(error, "retry_seconds", None) is None:
-                self._left += self._given
-            elif time.monotonic() + _FULL_REST > self._end:
-                raise SeedError(f"{error}; it was waited for long enough") from error
-            else:
-                self._rest(_FULL_REST)
-            self._tell("waiting")
+            self._leave(error)
         down_end = time.monotonic() + _DOWN_SECONDS
         while True:
             try:
-                found = self._registry.candidates(
-                    self.key, self._near, self._count, self._left[-MOST_WITHOUT:]
-                )
+                found = self._registry.candidates(self.key, self._near, self._count, self._left)
             except SeedError as problem:
                 if problem.answered and problem.retry_seconds is None and len(self._keys) > 1:
                     del self._keys[0]
                     self._left.clear()
                     continue
-                pause = problem.retry_seconds or (None if problem.answered else _DOWN_REST)
+                pause = None if problem.answered else _DOWN_REST
+                if problem.retry_seconds is not None:
+                    pause = max(problem.retry_seconds, _LEAST_REST)
                 end = self._end if problem.answered else min(self._end, down_end)
                 if pause is None or time.monotonic() + pause > end:
                     before = "" if error is None else f"{error}; and then "
                     raise SeedError(f"{before}{problem}", problem.retry_seconds) from error
                 self._rest(pause)
             else:
-                self._given = tuple(found)
+                self._given, self._given_at, self._bytes = tuple(found), time.monotonic(), (0, 0)
                 self._tell("reading")
                 return self._given
+
+    def _leave(self, error: ForkError) -> None:
+        """Those that were given last are asked no more, or later where they had no room.
+
+        Raises SeedError where there is no time left.
+        """
+        now, has_failed = time.monotonic(), getattr(error, "retry_seconds", None) is None
+        if self._bytes[0]:
+            # While bytes come, nobody waits.
+            self._end += now - self._given_at
+        if now + (0.0 if has_failed else _FULL_REST) > self._end:
+            raise SeedError(f"{error}; it was waited for long enough") from error
+        if has_failed:
+            self._left |= dict.fromkeys(self._given)
+        else:
+            self._rest(_FULL_REST)
+        self._tell("waiting")
 
     def _rest(self, seconds: float) -> None:
         # Not all alike: those that wait would ask at once again.
@@ -120,9 +134,12 @@ class SeedFinder:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         assert self._saying is not None
-        self._saying.close()
         reason = "" if error is None else clean(str(error) or type(error).__name__)[:_LONGEST_REASON]
-        with contextlib.suppress(TensorliftError):
+        report = self._report("done" if error is None else "failed", reason)
+        self._saying.close(lambda: self._end_with(report))
+
+    def _end_with(self, report: ForkReport) -> None:
+        assert self._saying is not None
+        with contextlib.closing(self._registry):
             if self._saying.was_heard is not False:
-                self._registry.report(self._report("done" if error is None else "failed", reason))
-        self._registry.close()
+                self._registry.report(report)

@@ -7,14 +7,14 @@ import random
 import socket
 import stat
 from collections.abc import Callable, Collection, Sequence
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from tensorlift.errors import RequestError, SeedError
 from tensorlift.fleet.choosing import Seen, chosen
 from tensorlift.fleet.contract import LEASE_SECONDS, Announcement, ForkReport, Load, Near
-from tensorlift.forking.keys import told_key
+from tensorlift.forking.keys import key_of, told_key
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.urls import Endpoint, split_url
 from tensorlift.format.quoting import clean, plural, quote
@@ -26,10 +26,10 @@ _LONGEST_FILE = 8 << 20
 _MANY = 1 << 20
 
 
-class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Listed(NamedTuple):
     """A seed of a list."""
 
-    url: Annotated[str, msgspec.Meta(max_length=200)]
+    url: str
     place: str = ""
     key: ModelKey | None = None
     """What it has, where the list says so."""
@@ -88,8 +88,20 @@ def listed_seeds(path: str) -> Lists:
     return Lists(_File(path).read)
 
 
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+    url: Annotated[str, msgspec.Meta(max_length=200)]
+    place: str = ""
+    # Not as a ModelKey, of which a field that is misspelled would stand for more weights than are meant.
+    key: dict[str, Any] | None = None
+
+    def listed(self) -> Listed:
+        """Raises RequestError."""
+        split_url(self.url)
+        return Listed(self.url, self.place, None if self.key is None else key_of(self.key))
+
+
 class _Content(msgspec.Struct, forbid_unknown_fields=True):
-    seeds: list[str | Listed]
+    seeds: list[str | _Row]
 
 
 def _without_waiting(path: str, flags: int) -> int:
@@ -122,9 +134,7 @@ class _File:
             )
         try:
             content = msgspec.json.decode(text, type=_Content).seeds
-            seeds = [Listed(one) if isinstance(one, str) else one for one in content]
-            for one in seeds:
-                split_url(one.url)
+            seeds = [(_Row(one) if isinstance(one, str) else one).listed() for one in content]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RequestError) as error:
             raise SeedError(
                 f'{where} is none: {clean(str(error))}; expected {{"seeds": ["http://host:port", ...]}}'

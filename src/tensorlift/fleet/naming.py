@@ -16,7 +16,7 @@ from tensorlift.format.quoting import quote, without_secrets
 if TYPE_CHECKING:
     from tensorlift.fleet.on_redis import RedisRegistry
 
-__all__ = ["FORMS", "MISSING", "is_redis", "on_redis", "registry_of"]
+__all__ = ["FORMS", "MISSING", "announced_at", "is_list", "is_redis", "on_redis", "registry_of"]
 
 FORMS = "http(s)://host:port, redis://host:port, file:/path.json, dns://name:port, or a list of seeds' URLs"
 MISSING = "the packages of a registry are not there ({}): pip install 'tensorlift[fleet]'"
@@ -46,6 +46,27 @@ def registry_of(text: str | Sequence[str], token: str = "", ca: Ca | None = None
     if text.startswith(("http://", "https://")):
         return RegistryClient(text, token, _SECONDS, ca if text.startswith("https://") else None)
     raise OptionError(f"registry is {quote(without_secrets(text))}; expected {FORMS}")
+
+
+def is_list(registry: str | Sequence[str]) -> bool:
+    """Whether somebody else has to write down which seeds there are: nobody is announced there."""
+    return not isinstance(registry, str) or registry.startswith(("file:", *_DNS))
+
+
+def announced_at(registry: str | Sequence[str], token: str = "", ca: Ca | None = None) -> Registry:
+    """Where a seed announces itself; see registry_of().
+
+    Raises OptionError also for a list, and for a ``ca`` without a registry at https://; RequestError.
+    """
+    if ca is not None and not str(registry).startswith("https://"):
+        raise OptionError("registry_ca is for a registry at https://, and registry names none")
+    known = registry_of(registry, token, ca)
+    if is_list(registry):
+        raise OptionError(
+            "registry is a list of seeds, where nobody is announced; expected http(s)://host:port or "
+            "redis://host:port"
+        )
+    return known
 
 
 def _told(value: object) -> str:

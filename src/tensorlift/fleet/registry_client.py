@@ -8,6 +8,7 @@ import msgspec
 
 from tensorlift.errors import RequestError, SeedError
 from tensorlift.fleet.contract import (
+    MOST_CANDIDATES,
     MOST_WITHOUT,
     Announcement,
     Candidates,
@@ -21,9 +22,12 @@ from tensorlift.forking.asking import HttpClient
 from tensorlift.forking.encryption import Ca
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.urls import followed, split_url
-from tensorlift.format.quoting import clean
+from tensorlift.format.quoting import clean, plural
 
 __all__ = ["RegistryClient", "front_of", "gone_to"]
+
+# Behind an answer of which no seed is gone to.
+_NEXT_SECONDS = 0.1
 
 
 def front_of(registry: str, seed: str) -> str:
@@ -57,7 +61,8 @@ class RegistryClient(HttpClient):
         """See HttpClient."""
         super().__init__(url, token, seconds, ca)
         self._named_as: dict[str, str] = {}
-        """Where a fork goes for a URL that the registry has named."""
+        """Where a fork goes for a URL that the registry has named; "" for nowhere."""
+        self._problem = ""
 
     def announce(self, seed: Announcement) -> float:
         """See Registry."""
@@ -76,17 +81,36 @@ class RegistryClient(HttpClient):
         self, key: ModelKey, near: Near, count: int = 1, without: Collection[str] = ()
     ) -> list[str]:
         """See Registry."""
+        named = dict(self._named_as)
         # The registry knows a seed that listens on all addresses by another URL than a fork goes to.
-        named = [name for name, url in list(self._named_as.items()) if url in without]
-        wanted = Wanted(key, near, count, tuple([*without, *named][-MOST_WITHOUT:]))
-        asked = msgspec.json.encode(wanted)
-        found = self.decoded(self.ask("POST", "/v1/candidates", asked), Candidates)
+        gone = set(named.values())
+        left = [url for url in without if url not in gone]
+        left += [name for name, url in named.items() if not url or url in without]
+        # It is told of no more than so many, and may name the others again.
+        most = min(count + max(0, len(left) - MOST_WITHOUT), MOST_CANDIDATES)
+        found = self._candidates(Wanted(key, near, most, tuple(left[-MOST_WITHOUT:])))
         try:
-            where = gone_to(found.urls[:count], self.url)
+            where = gone_to(found, self.url)
         except SeedError as error:
-            raise SeedError(f"{self.url}: {error}") from None
-        self._named_as.update({url: to for url, to in where.items() if url != to})
-        return list(where.values())
+            where, self._problem = {}, str(error)
+        refused = dict.fromkeys((url for url in found if url not in where), "")
+        self._named_as |= refused | where
+        if urls := [url for url in dict.fromkeys(where.values()) if url not in without]:
+            return urls[:count]
+        # It may know others than those that it has not been told of yet.
+        again = _NEXT_SECONDS if refused.keys() - named.keys() else None
+        others = f" but the {plural(len(left), 'seed')} that failed" if left else ""
+        why = self._problem if refused else f"it names none{others}"
+        raise SeedError(f"{self.url}: {why}", again)
+
+    def _candidates(self, wanted: Wanted) -> tuple[str, ...]:
+        try:
+            answer = self.ask("POST", "/v1/candidates", msgspec.json.encode(wanted))
+        except SeedError as error:
+            if not self._problem or not error.answered:
+                raise
+            raise SeedError(f"{error}; {self._problem}", error.retry_seconds) from None
+        return self.decoded(answer, Candidates).urls[: wanted.count]
 
     def report(self, fork: ForkReport) -> float:
         """See Registry."""

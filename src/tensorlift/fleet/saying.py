@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
 from collections.abc import Callable
 
 from tensorlift.errors import TensorliftError
+from tensorlift.forking.joining import GOODBYE_SECONDS
 
 __all__ = ["Saying"]
 
@@ -26,6 +28,7 @@ class Saying:
         self._say, self._what = say, what
         self._state = threading.Condition()
         self._ending, self._news = False, True
+        self._last: Callable[[], None] = lambda: None
         self._failures, self._problem = 0, ""
         self.was_heard: bool | None = None
         """The last time; None before the first."""
@@ -45,14 +48,22 @@ class Saying:
                 return f"there is no answer in {seconds:g} s"
             return self._problem
 
-    def close(self) -> None:
-        """Nothing more is said. Waits for what is being said."""
+    def close(self, last: Callable[[], None]) -> None:
+        """Nothing more is said but the ``last``, behind what is being said. Both are waited for no longer
+        than GOODBYE_SECONDS: who does not listen holds nobody. The thread ends when they do.
+        """
         with self._state:
-            self._ending = True
+            if not self._ending:
+                self._ending, self._last = True, last
             self._state.notify_all()
-        self._thread.join()
+        self._thread.join(GOODBYE_SECONDS)
 
     def _stay(self) -> None:
+        self._repeat()
+        with contextlib.suppress(TensorliftError):
+            self._last()
+
+    def _repeat(self) -> None:
         rest = 0.0
         while self._rested(rest):
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import msgspec
 
 from tensorlift.errors import ForkError, ManifestError, RequestError, SeedError
@@ -12,7 +14,7 @@ from tensorlift.forking.manifest import LONGEST_MANIFEST, ONE_SIDED, Manifest, M
 from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer
 from tensorlift.forking.urls import followed, reached
 
-__all__ = ["SeedClient"]
+__all__ = ["SeedClient", "clients_of"]
 
 _LONGEST_RANKS = 8 << 20
 # Transports that are offered at host:port.
@@ -84,3 +86,21 @@ class SeedClient(HttpClient):
     def release(self, lease: str, seconds: float | None = None) -> None:
         """Gives it back; ``seconds``: how long the answer may take. Raises SeedError."""
         self.ask("DELETE", f"/v1/leases/{lease}", seconds=seconds)
+
+
+def clients_of(
+    urls: Iterable[str], client: Callable[[str], SeedClient], left: dict[str, str]
+) -> list[SeedClient]:
+    """Of URLs that somebody else has named, without those that cannot be asked: they are ``left``, each with
+    the reason. Raises SeedError where these are all.
+    """
+    found, problems = list[SeedClient](), list[str]()
+    for url in urls:
+        try:
+            found.append(client(url))
+        except RequestError as error:
+            left[url] = str(error)
+            problems.append(left[url])
+    if problems and not found:
+        raise SeedError("; ".join(problems))
+    return found

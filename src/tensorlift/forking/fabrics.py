@@ -23,6 +23,7 @@ from tensorlift.errors import OptionError
 __all__ = [
     "ANY",
     "MOST_ENTRIES",
+    "NAME",
     "Fabric",
     "FabricError",
     "Packages",
@@ -37,7 +38,8 @@ __all__ = [
 
 MOST_ENTRIES = 1024
 """Parts of one call: Mooncake refuses more than 2,048 to one peer, which it is of no use for after that."""
-_NAME = re.compile(r"[\w.:-]{1,64}")
+NAME = re.compile(r"[\w.:-]{1,64}")
+"""Of a NIC, or a protocol."""
 _SHORTEST_NAP, _LONGEST_NAP = 50e-6, 1e-3
 
 
@@ -58,9 +60,9 @@ ANY = Wiring()
 
 def wired(devices: Sequence[str], protocol: str) -> Wiring:
     """What was asked for. Raises OptionError for what cannot be."""
-    if isinstance(devices, str) or not all(_NAME.fullmatch(str(name)) for name in devices):
+    if isinstance(devices, str) or not all(NAME.fullmatch(str(name)) for name in devices):
         raise OptionError(f"devices is {devices!r}; expected names of NICs such as mlx5_1, in a list")
-    if protocol and not _NAME.fullmatch(str(protocol)):
+    if protocol and not NAME.fullmatch(str(protocol)):
         raise OptionError(f"protocol is {protocol!r}; expected one such as rdma, efa or tcp")
     return Wiring(protocol, tuple(devices))
 

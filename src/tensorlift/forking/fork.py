@@ -11,8 +11,8 @@ from typing import Any
 from tensorlift.engine.abi_fork import Places
 from tensorlift.errors import ForkError, OptionError, RequestError, SeedError
 from tensorlift.forking.chunks import DIGESTS, ChunkQueue
-from tensorlift.forking.client import SeedClient
-from tensorlift.forking.encryption import Ca
+from tensorlift.forking.client import SeedClient, clients_of
+from tensorlift.forking.encryption import Ca, fork_context
 from tensorlift.forking.fallback import FILES, Fallback
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import Manifest, ModelKey
@@ -20,6 +20,7 @@ from tensorlift.forking.matching import Errand, copies_of, errands
 from tensorlift.forking.offering import gpu_of, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source
 from tensorlift.forking.suitable import Wanted, sources_of
+from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.transports import FORKED
 from tensorlift.forking.ways import ways_of
 from tensorlift.forking.whole import unlike
@@ -88,6 +89,7 @@ def fork_into(
     fallback: Any = None,
     digests: str = "full",
     part_of: Mapping[str, Manifest] | None = None,
+    pacer: Pacer | None = None,
     unwanted: Callable[[str], str] = lambda _: "",
 ) -> Forked:
     """Fills the tensors of a model from one seed or several that offer the same weights.
@@ -101,14 +103,12 @@ def fork_into(
     each chunk is compared with its digest; "sample", some are (see chunks.checked); "off", none is. With the
     first two, whole tensors in host memory are compared too, where the seed publishes their digests. Epochs
     always are. part_of: what each seed was seen to have, by its URL, and has still; the model is a part.
-    unwanted: why weights of a version will not do, or "". progress: see tensorlift.fork().
+    pacer: that of several forks. unwanted: why a version will not do, or "". progress: see tensorlift.fork().
 
     fallback: a checkpoint (what load_into takes) that stands in where seeds cannot bring all. The outcome is
     then its version, never a mixture: tensors that came whole from seeds stay if they have the digests that
-    ``tensorlift digest`` wrote beside the files; all others, and without digests all, are read. Buffers that
-    the model does not save are put back as they were; a derived tensor is in no file, which is an error. Or a
-    function that loads all of the model that it is given; what is not saved is as it was before, too.
-
+    ``tensorlift digest`` wrote beside the files; all others are read. What the model does not save is as it
+    was before; a derived tensor is in no file, which is an error. Or a function that loads all of the model.
     Raises ForkError, SeedError, ManifestError, RequestError, OptionError, and with ``fallback`` what
     load_into or the function does; after an error the tensors' contents are undefined.
     """
@@ -119,14 +119,15 @@ def fork_into(
     rank = 0 if wanted is None else wanted.tp[0]
     asked = FORKED if transports is None else transports
     kinds, wiring, rate = ways_of(asked, devices, protocol, limit, rank=rank, gpu=gpu_of(named))
-    find = _finder(urls, lambda url: SeedClient(url, secret, patience, ca))
+    paced = pacer or Pacer(rate or 0)
+    find = _finder(urls, secret, patience, ca)
     files = None if fallback is None else Fallback(fallback, model, named, ours)
     # The copies wait for no stream, and memory that was just freed may still be in use on one.
     settle(named)
     fork = _Fork(
         find, Wanted(wanted, ours, kinds, part_of, digests != "off", unwanted), chunk_bytes,
         by_source(progress), lambda work, sources: Reader(
-            work, sources, secret, connections, patience, digests, kinds, wiring, rate),
+            work, sources, secret, connections, patience, digests, kinds, wiring, paced),
     )  # fmt: skip
     (taken, weights), came, own = _filled(fork, files)
     return fork.told(time.monotonic() - begin, came, taken or wanted, weights, own)
@@ -144,19 +145,35 @@ def _checked(
     )
 
 
-_Clients = Callable[[ForkError | None], list[SeedClient]]
+_Clients = Callable[[ForkError | None, dict[str, str]], list[SeedClient]]
+"""Also given the seeds that are left, with the reasons, for more of them."""
 
 
-def _finder(urls: str | Sequence[str] | Find, client: Callable[[str], SeedClient]) -> _Clients:
+def _finder(urls: str | Sequence[str] | Find, token: str, patience: float, ca: Ca | None) -> _Clients:
     """Raises RequestError, OptionError at once for URLs that are none."""
+    # What is wrong with it is no seed's fault.
+    trusted = None if ca is None else fork_context(ca)
+
+    def client(url: str) -> SeedClient:
+        return SeedClient(url, token, patience, trusted)
+
     if callable(urls):
         asked = urls
-        return lambda error: [client(url) for url in asked(error)]
+
+        def found(error: ForkError | None, left: dict[str, str]) -> list[SeedClient]:
+            while True:
+                others = asked(error)
+                try:
+                    return clients_of(others, client, left)
+                except SeedError as problem:
+                    error = problem
+
+        return found
     clients = [client(url) for url in ([urls] if isinstance(urls, str) else urls)]
     if not clients:
         raise RequestError("there is no seed to fork from; name one: http://host:port")
 
-    def named(error: ForkError | None) -> list[SeedClient]:
+    def named(error: ForkError | None, left: dict[str, str]) -> list[SeedClient]:
         if error is not None:
             raise error
         return clients
@@ -204,7 +221,7 @@ class _Fork:
         """Key and version of the weights, once all have come; ForkError, SeedError, ManifestError."""
         error: ForkError | None = None
         while True:
-            clients = self._find(error)
+            clients = self._find(error, self.left)
             try:
                 return self._read(clients)
             except ForkError as problem:

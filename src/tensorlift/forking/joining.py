@@ -12,14 +12,17 @@ from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
 from tensorlift.forking.ranks import JoinRequest
 
-__all__ = ["Joined", "front_of"]
+__all__ = ["GOODBYE_SECONDS", "Joined", "client_of_front"]
+
+GOODBYE_SECONDS = 2.0
+"""How long whoever ends waits until others have heard of it."""
 
 _BETWEEN_TRIES = 0.2
 # However a front counts: no rank asks without a rest, and none rests for ever.
 _SHORTEST_REST, _LONGEST_REST = 1.0, 600.0
 
 
-def front_of(join: str | None, token: str, ca: Ca | None) -> SeedClient | None:
+def client_of_front(join: str | None, token: str, ca: Ca | None) -> SeedClient | None:
     """Who is joined, if anybody. Raises RequestError, OptionError."""
     if join is not None:
         return SeedClient(join, token, ca=ca)
@@ -59,17 +62,18 @@ class Joined:
     def _stay(self, rest: float) -> None:
         while True:
             with contextlib.suppress(queue.Empty):
-                return self._ending.get(timeout=rest)
+                self._ending.get(timeout=rest)
+                break
             # A front that is away may come back on the same port, and knows nobody then.
             with contextlib.suppress(SeedError):
                 rest = self._joined()
+        with contextlib.suppress(SeedError):
+            self._front.leave(self._rank.instance)
 
     def close(self) -> None:
-        """The front is told, where it is there."""
+        """The front is told, where it is there, and waited for no longer than GOODBYE_SECONDS."""
         if self._is_ended:
             return
         self._is_ended = True
         self._ending.put(None)
-        self._thread.join()
-        with contextlib.suppress(SeedError):
-            self._front.leave(self._rank.instance)
+        self._thread.join(GOODBYE_SECONDS)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.manifest import LONGEST_NAME, SPLITS, ModelKey, is_sendable, rank_problem
-from tensorlift.format.quoting import quote
+from tensorlift.format.quoting import clean, quote
 
 __all__ = [
     "LOOPBACK",
@@ -16,6 +16,7 @@ __all__ = [
     "checked_key",
     "checked_token",
     "checked_weights",
+    "key_of",
     "told_key",
     "what_is_there",
 ]
@@ -47,6 +48,17 @@ def checked_key(key: object) -> ModelKey:
     if problem := rank_problem(made):
         raise OptionError(f"key has {problem}; ranks count from 0")
     return made
+
+
+def key_of(fields: Mapping[str, object]) -> ModelKey:
+    """The key that some JSON says. Raises OptionError, also for a field that no key has."""
+    known = ModelKey.__struct_fields__
+    if unknown := sorted(fields.keys() - set(known)):
+        raise OptionError(f"key has {', '.join(map(quote, unknown))}; a key has {', '.join(known)}")
+    try:
+        return checked_key(msgspec.convert(fields, ModelKey))
+    except msgspec.ValidationError as error:
+        raise OptionError(f"key is none: {clean(str(error))}") from None
 
 
 def checked_token(token: str | None) -> str:

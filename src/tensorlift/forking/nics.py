@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tensorlift.errors import OptionError
+from tensorlift.forking.fabrics import NAME
 from tensorlift.forking.manifest import ONE_SIDED
 from tensorlift.forking.mooncake import DEVICE_VARIABLE, device_asked, protocol_asked
 from tensorlift.forking.topology import Gpu, Link, Nic, Tree, tree_here
@@ -24,7 +24,6 @@ __all__ = ["Choice", "choose", "chosen", "custom_topology"]
 
 _CUSTOM = "MC_CUSTOM_TOPO_JSON"
 _log = logging.getLogger("tensorlift")
-_NAME = re.compile(r"\^?[\w.\-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def _checked(devices: Sequence[str] | None, tree: Tree) -> tuple[tuple[Nic, ...]
         return (), frozenset()
     form = 'names of NICs, such as ["mlx5_8"], or all but some: ["^mlx5_0"]'
     if isinstance(devices, str) or not all(
-        isinstance(name, str) and _NAME.fullmatch(name) for name in devices
+        isinstance(name, str) and NAME.fullmatch(name.removeprefix("^")) for name in devices
     ):
         raise OptionError(f"devices is {devices!r}; expected {form}, in a list")
     without = frozenset(name[1:] for name in devices if name.startswith("^"))
@@ -153,11 +152,12 @@ def chosen(
     environ = os.environ if environ is None else environ
     used = [name for name in ONE_SIDED if name in transports]
     if not used:
-        if devices:
-            raise OptionError(
-                f"devices is {devices!r}, but no transport here takes NICs ({', '.join(transports)}); name "
-                f"one that does ({', '.join(ONE_SIDED)}) in transports, or leave devices out"
-            )
+        for name, given, what in (("devices", devices, "NICs"), ("protocol", protocol, "one")):
+            if given:
+                raise OptionError(
+                    f"{name} is {given!r}, but no transport here takes {what} ({', '.join(transports)}); "
+                    f"name one that does ({', '.join(ONE_SIDED)}) in transports, or leave {name} out"
+                )
         return Choice((), "no transport takes NICs")
     if "mooncake" in used and environ.get(_CUSTOM):
         if devices:

@@ -8,7 +8,6 @@ not taken for another one; regions that were registered later are seen only with
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import logging
 import os
@@ -166,7 +165,7 @@ def _parted(session: str) -> tuple[str, bytes]:
     name, _, metadata = session.partition(":")
     try:
         return name, base64.b64decode(metadata, validate=True)
-    except binascii.Error:
+    except ValueError:
         raise FabricError("what the seed says is no metadata of NIXL") from None
 
 

@@ -197,10 +197,12 @@ class OneSidedConnection(SocketConnection):
             peer = self._ask()
             self._socket, old = peer, self._socket
             old.close()
-            table = _learn(peer, chunk.region)
+            table = _sound(_learn(peer, chunk.region))
+            if len(table.places) != len(self._table.places):
+                raise ConnectionAbortedError("the seed says another number of regions than before")
             peer.setblocking(True)
-            before, self._table = self._table.session, _sound(table)
             self._shared.fabric.meet(table.session)
+            before, self._table = self._table.session, table
             self._shared.fabric.part(before)
             self.registering += time.monotonic() - begin
             begin = time.monotonic()

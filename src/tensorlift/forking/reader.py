@@ -82,15 +82,15 @@ class Reader:
         digests: str,
         transports: Sequence[str] = FORKED,
         wiring: Wiring = ANY,
-        limit: int | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         """``connections``: to each source; ``patience``: seconds that one may do nothing; see checked().
-        ``limit``: bytes a second, from all sources together.
+        ``pacer``: of all sources together; it is this reader's as long as that is at work.
         """
         self._wiring = wiring
         chunks = [errand.chunk for errand in errands]
         self.queue, self._checked = ChunkQueue(chunks), checked(chunks, digests)
-        self._pace, self._pacer = Pace(patience), Pacer(limit or 0)
+        self._pace, self._pacer = Pace(patience), pacer or Pacer()
         self._errands, self._sources, self._token = errands, sources, token
         self._connections, self._patience, self._transports = connections, patience, transports
         self._state = threading.Condition()

@@ -24,8 +24,11 @@ from tensorlift.forking.encryption import Ca
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import SPLITS, Manifest, ModelKey, Tensor, span_bytes
 from tensorlift.forking.suitable import alike, check_key
+from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.tokens import TOKEN_VARIABLE, token_of
+from tensorlift.forking.transports import FORKED
 from tensorlift.forking.urls import split_url
+from tensorlift.forking.ways import ways_of
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint, Shard
 from tensorlift.format.header import Header
@@ -128,6 +131,8 @@ class SeedCheckpoint(Checkpoint):
         seeds = alike(list(named), key, look, self.left)
         self._seen = {seed.name: seed.manifest for seed in seeds}
         self.client, self.token, self._ca, self._ways = seeds[0].client, token, ca, ways
+        # One for all parts: else nobody would wait for the time of the last chunk of each.
+        self._pacer = Pacer(ways_of(**{"transports": FORKED, **ways}).rate or 0)
         self.manifest = seeds[0].manifest
         url = named.get(self.client) or source_of(self.client.url)
         self._came: dict[str, int] = {}
@@ -217,7 +222,7 @@ class SeedCheckpoint(Checkpoint):
         asked = [url for url in self._seen if url not in self.left]
         came = fork_into(
             tensors, asked, token=self.token or None, ca=self._ca, part_of=self._seen, progress=tell,
-            **self._ways,
+            pacer=self._pacer, **self._ways,
         )  # fmt: skip
         self._coming = came.by_source
         self._came, self._coming = self.by_source, {}
@@ -239,7 +244,7 @@ def _parsed(url: str) -> tuple[str, str]:
         place = None if scheme is None else split_url(f"{scheme}{address}")
     except RequestError:
         place = None
-    if place is None or "@" in address or {*"?#"} & {*model}:
+    if place is None or {*"?#"} & {*model}:
         raise RequestError(
             f"{quote(without_secrets(url), 300)} is no seed; it looks like tensorlift://host:port/key, "
             "under TLS tensorlift+https://host:port/key, where the key is quoted as in any URL and may be "

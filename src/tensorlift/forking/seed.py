@@ -16,7 +16,7 @@ from tensorlift.errors import OptionError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
-from tensorlift.forking.joining import Joined, front_of
+from tensorlift.forking.joining import Joined, client_of_front
 from tensorlift.forking.keys import check_host, checked_key, checked_token, checked_weights, told_key
 from tensorlift.forking.leases import Lease, Leases
 from tensorlift.forking.listener import Listener
@@ -109,7 +109,7 @@ class Seed:
         self.token, self.key, self._weights = token, checked_key(key), checked_weights(weights)
         encrypted = seed_context(tls)
         self._scheme = "http" if encrypted is None else "https"
-        self.ranks, front = RankTable(self.key), front_of(join, token, ca)
+        self.ranks, front = RankTable(self.key), client_of_front(join, token, ca)
         self.instance, self._process = secrets.token_hex(16), os.getpid()
         self._leases = Leases(readers, _LONGEST_LEASE)
         self._changed = threading.Condition()
@@ -277,13 +277,15 @@ class Seed:
             # A child has copies of sockets and of locks: to end what they are of is the parent's.
             return
         timeout = _checked_wait(timeout)
+        with self._changed:
+            # Before others hear of it, which may take a while.
+            self._leases.close()
         joined = getattr(self, "_joined", None)
         if joined is not None:
             joined.close()
         while self._followers:
             self._followers.pop().close()
         with self._changed:
-            self._leases.close()
             self._wait_for_readers(timeout)
         self._http.close()
         served = getattr(self, "_served", None)

@@ -26,18 +26,17 @@ from tensorlift.errors import ForkError, OptionError, SeedError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.control import StateAnswer
 from tensorlift.forking.encryption import Ca
-from tensorlift.forking.fabrics import MOST_ENTRIES, FabricError, Part, Shared, Wiring, wired
+from tensorlift.forking.fabrics import MOST_ENTRIES, FabricError, Part, Shared, Wiring
 from tensorlift.forking.fallback import Fallback
 from tensorlift.forking.fork import Forked
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, ModelKey, Tensor, span_bytes
 from tensorlift.forking.mooncake import Mooncake
-from tensorlift.forking.nics import chosen
 from tensorlift.forking.offering import Named, Offering, gpu_of, named_tensors, offer, settle
-from tensorlift.forking.one_sided import check_there
 from tensorlift.forking.sglang_answer import PATHS
-from tensorlift.forking.throttle import Pacer, parse_limit
+from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.urls import split_url
+from tensorlift.forking.ways import ways_of
 from tensorlift.format.bounds import MOST_PARTS, is_too_much
 from tensorlift.format.quoting import plural, quote
 from tensorlift.options import parse_seconds
@@ -98,14 +97,13 @@ def fork_from_sglang(
     begin = time.monotonic()
     if transports is not None and "mooncake" not in transports:
         raise OptionError(f"transports is {transports!r}; SGLang's protocol has mooncake alone")
-    check_there("mooncake")
     patience, told = parse_seconds(patience, "patience"), by_source(progress)
     wanted = None if key is None else checked_key(key)
     client = SeedClient(url.removeprefix(_SCHEME), checked_token(token), patience, ca)
     ours = offer(named := named_tensors(model))
-    nics = chosen(devices, ["mooncake"], 0 if wanted is None else wanted.tp[0], gpu_of(named), protocol)
-    wiring = wired(nics.names, protocol)
-    reading = _Reading(client.url, patience, told, parse_limit(limit, "limit", lambda: nics.rate) or 0)
+    rank = 0 if wanted is None else wanted.tp[0]
+    _, wiring, rate = ways_of(["mooncake"], devices, protocol, limit, rank=rank, gpu=gpu_of(named))
+    reading = _Reading(client.url, patience, told, rate or 0)
     files = None if fallback is None else Fallback(fallback, model, named, ours)
     settle(named)
     try:

@@ -38,6 +38,7 @@ def split_url(url: str) -> Endpoint:
     if not whole or parts.scheme not in ("http", "https") or _has_more(parts):
         raise RequestError(
             f"{quote(without_secrets(url))} is no URL of a seed; it looks like http://host:port"
+            + (", and who asks is known by a token, not by a user and a password" if "@" in url else "")
         )
     assert host is not None
     assert port is not None
@@ -45,7 +46,7 @@ def split_url(url: str) -> Endpoint:
 
 
 def _has_more(parts: urllib.parse.SplitResult) -> bool:
-    return bool(parts.path.strip("/") or parts.query or parts.fragment)
+    return bool(parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc)
 
 
 def placed(url: str, front: str, seen: str, has_token: bool) -> str:

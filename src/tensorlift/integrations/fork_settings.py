@@ -100,13 +100,22 @@ class ForkSettings:
         join: the URL of rank 0's, for another one.
         """
         joins = {"join": join, "ca": self.ca if join and join.startswith("https:") else None}
-        known = {"registry": self._registry, "place": self.place, "registry_ca": self.ca}
+        known = self._announced()
         own = {name: getattr(publish, name) for name in ("host", "insecure", "readers", "tls")}
         return _given({**joins, **known, **own, **self._shared(), "limit": self.limit})
 
     @property
     def _registry(self) -> str | list[str] | None:
         return list(self.registry) if isinstance(self.registry, tuple) else self.registry
+
+    def _announced(self) -> dict[str, Any]:
+        """Nothing where the registry is a list of seeds: that is for forks alone."""
+        from tensorlift.fleet.naming import is_list
+
+        if self.registry is None or is_list(self.registry):
+            return {}
+        ca = self.ca if str(self.registry).startswith("https:") else None
+        return {"registry": self.registry, "place": self.place, "registry_ca": ca}
 
     def _shared(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("token", "devices", "transports", "protocol")}
