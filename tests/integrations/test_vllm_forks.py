@@ -348,6 +348,10 @@ def test_an_update_that_fails_leaves_nothing_to_read(vllm, url, caplog, at):
     if at == "update_weights":
         worker.start_weight_update()
         worker.finish_weight_update()
+        assert is_open(url) is None  # nothing has come
+        worker.start_weight_update()
+        worker.update_weights({})
+        worker.finish_weight_update()
         assert is_open(url) is (True if vllm.how == "processed" else None)
         return
     assert is_open(url) is None
