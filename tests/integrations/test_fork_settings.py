@@ -11,6 +11,7 @@ import pytest
 import trustme
 
 from tensorlift.errors import OptionError
+from tensorlift.forking.topology import Nic, Tree
 from tensorlift.integrations.fork_settings import ForkSettings, Publish, parse_forks
 from tensorlift.integrations.settings import parse
 
@@ -107,19 +108,50 @@ def test_certificates_are_for_seeds_registries_and_ranks(tmp_path):
 
 def test_devices_are_looked_for_at_once(monkeypatch):
     monkeypatch.setattr("tensorlift.forking.transports.check_there", lambda kind: None)
+    found = [Tree((Nic("mlx5_0", rate=10**9),), (), {})]
+    monkeypatch.setattr("tensorlift.forking.nics.tree_here", lambda: found[0])
     given = {"seed": "http://h:1", "transports": ["mooncake", "tcp"], "protocol": "rdma", "limit": "25%"}
     assert parse_forks(given).to_fork()["limit"] == "25%"
     with pytest.raises(OptionError, match="devices has 'no-such-nic', which this machine does not have"):
         parse_forks({**given, "devices": "no-such-nic"})
-    with pytest.raises(OptionError, match="expected one such as rdma, efa or tcp"):
-        parse_forks({**given, "protocol": "rdma, or tcp"})
+    for protocol in ("rdma, or tcp", "rmda"):
+        with pytest.raises(OptionError, match=f"protocol is '{protocol}'; expected one of rdma, efa, tcp"):
+            parse_forks({**given, "protocol": protocol})
+    # Of what has none, or of a network of no known rate, there is no share.
+    with pytest.raises(OptionError, match="a fork's share is of its NICs: over tcp none is chosen"):
+        parse_forks({**given, "protocol": "tcp"})
+    with pytest.raises(OptionError, match="the kernel does not tell"):
+        parse_forks({**given, "seed": None, "protocol": "tcp", "publish": True})
+    found[0] = Tree((), (), {})
+    with pytest.raises(OptionError, match="no RDMA device with an active port is here"):
+        parse_forks(given)
+    monkeypatch.setenv("MOONCAKE_DEVICE", "no-such-nic")
+    with pytest.raises(OptionError, match="MOONCAKE_DEVICE is 'no-such-nic'"):
+        parse_forks({"publish": True, "transports": ["mooncake"]})
 
 
-def test_a_share_of_a_limit_is_the_seeds_where_there_are_no_nics():
+def test_a_share_of_a_limit_is_the_seeds_where_there_are_no_nics(monkeypatch):
+    rates = {"10.0.0.7": 10**9}
+    monkeypatch.setattr("tensorlift.forking.ways.link_rate", rates.get)
     given = {"seed": "http://h:1", "limit": "25%", "publish": {"host": "10.0.0.7", "insecure": True}}
     found = parse_forks(given)
     assert "limit" not in found.to_fork()
     assert found.to_seed(found.publish, None)["limit"] == "25%"
+    rates.clear()  # a virtual network, say
+    with pytest.raises(OptionError, match="the kernel does not tell how fast the network here is"):
+        parse_forks(given)
+
+
+@pytest.mark.parametrize("name", ["seed", "registry"])
+def test_no_message_shows_a_password(name):
+    for value in (["redis://u:HUNTER2@h:1", None], ["http://u:HUNTER2@h:1/x", 5], "http://u:HUNTER2@h:1/x"):
+        with pytest.raises(OptionError, match=r"a list of|no URL of a seed") as caught:
+            parse_forks({name: value})
+        assert "HUNTER2" not in str(caught.value)
+    with pytest.raises(OptionError, match="publish: front is a list of str"):
+        parse_forks({"publish": {"front": ["http://u:HUNTER2@h:1"]}})
+    found = parse_forks({"seed": "http://h:1/"})
+    assert found.where == "http://h:1"  # as it was understood
 
 
 def test_a_token_may_come_from_the_environment(monkeypatch):
@@ -153,13 +185,21 @@ def test_a_token_may_come_from_the_environment(monkeypatch):
         ({"registry": "http://h:1", "wait": "long"}, "wait is 'long'"),
         ({"registry": "http://h:1", "seeds": 1000}, "seeds is 1000"),
         ({"registry": "https://h:1", "ca": "no such file"}, "ca is 'no such file'"),
-        ({"seed": "http://h:1", "wait": 5}, "wait is for a fork that asks a registry, and here seed names"),
+        (
+            {"seed": "http://h:1", "registry": "http://r:1", "publish": True, "wait": 5},
+            "wait is for a fork that asks a registry, and here seed names",
+        ),
+        ({"seed": "http://h:1", "registry": "http://r:1"}, "leave seed or registry out, or publish"),
+        ({"limit": "2GB/s"}, "limit is for a fork or a seed"),
+        ({"token": "secret", "publish": False}, "token is for a fork or a seed"),
+        ({"transports": ["tcp"], "publish": False}, "transports is for a fork or a seed"),
+        ({"seed": "http://h:1", "transports": ["memory", "tcp"]}, "transports has memory"),
         ({"publish": True, "seeds": 2}, "and here none is named"),
         ({"publish": True, "place": "rack-1"}, "place is for a registry"),
         ({"seed": "http://h:1", "protocol": "rdma"}, "name mooncake or nixl in transports"),
         ({"seed": "http://h:1", "devices": ["mlx5_1"]}, "no transport here takes NICs"),
         ({"seed": "http://h:1", "devices": [5]}, "devices is"),
-        ({"seed": "http://h:1", "limit": "25%"}, "a fork's share is of NICs"),
+        ({"seed": "http://h:1", "limit": "25%"}, "a fork's share is of its NICs"),
         ({"publish": True, "limit": "25%"}, "it does not for loopback"),
         ({"publish": {"readers": 0}}, "publish: readers is 0"),
         ({"publish": {"tls": "certificate.pem"}}, "tls is"),

@@ -270,6 +270,10 @@ def test_a_session_that_fails(seeded: Any) -> None:
     assert state_of(url) == "closed"
     updater.begin_weight_update(request())
     updater.end_weight_update(request())
+    assert state_of(url) == "closed"  # nothing has come
+    updater.begin_weight_update(request())
+    updater.update_weights_from_tensor(request())
+    updater.end_weight_update(request())
     assert state_of(url) == "open"
     for method in ("begin_weight_update", "update_weights_from_tensor"):
         if method != "begin_weight_update":
@@ -287,6 +291,36 @@ def test_a_beginning_that_is_refused_changes_nothing(seeded: Any) -> None:
     updater.success = False
     updater.begin_weight_update(request())
     assert state_of(url) == "closed"  # what it has restored so far is not known
+
+
+@pytest.mark.parametrize("session", [True, False])
+@pytest.mark.parametrize("how", ["released", "reset", "half updated"])
+def test_a_reload_that_is_refused_brings_nothing(seeded: Any, how: str, session: bool) -> None:
+    url, updater, _ = seeded
+    if how == "released":
+        updater.release_memory_occupation(request())
+        updater.resume_memory_occupation(request())
+    elif how == "reset":
+        updater.check_weights(request(action="reset_tensors"))
+    else:
+        updater.begin_weight_update(request())
+        updater.success = False
+        updater.update_weights_from_tensor(request())
+        updater.success = True
+        updater.end_weight_update(request())
+
+    def reload(success: bool) -> str:
+        if session:
+            updater.begin_weight_update(request())
+        updater.success = success
+        updater.update_weights_from_disk(request())
+        updater.success = True
+        if session:
+            updater.end_weight_update(request())
+        return state_of(url)
+
+    seen = [reload(success) for success in (False, False, True, False)]
+    assert seen == ["closed", "closed", "open", "open"]
 
 
 @pytest.mark.parametrize("kept", [True, False])

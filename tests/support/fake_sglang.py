@@ -133,13 +133,13 @@ class SchedulerWeightUpdaterManager:
         self._session = SimpleNamespace() if answer.success else None
         return answer
 
-    def update_weights_from_tensor(self, request: Any) -> Any:
+    def _in_session(self, request: Any) -> Any:
         return SimpleNamespace(success=False) if self._session is None else self._answer(request)
 
-    update_weights_from_distributed = update_weights_from_tensor
+    update_weights_from_tensor = update_weights_from_distributed = _in_session
 
     def end_weight_update(self, request: Any) -> Any:
-        answer = self.update_weights_from_tensor(request)
+        answer = self._in_session(request)
         self._session = None
         return answer
 

@@ -11,7 +11,7 @@ from tensorlift.fleet.lists import listed_names, listed_seeds, listed_urls
 from tensorlift.fleet.registry_client import RegistryClient
 from tensorlift.forking.encryption import Ca
 from tensorlift.forking.urls import split_url
-from tensorlift.format.quoting import quote, without_secrets
+from tensorlift.format.quoting import kinds, quote, without_secrets
 
 if TYPE_CHECKING:
     from tensorlift.fleet.on_redis import RedisRegistry
@@ -34,7 +34,7 @@ def registry_of(text: str | Sequence[str], token: str = "", ca: Ca | None = None
     """
     if not isinstance(text, str):
         if not isinstance(text, Sequence) or not all(isinstance(one, str) for one in text):
-            raise OptionError(f"registry is {_told(text)}; expected {FORMS}")
+            raise OptionError(f"registry is {kinds(text)}; expected {FORMS}")
         return listed_urls(text)
     if text.startswith("file:"):
         return listed_seeds(text.removeprefix("file://" if text.startswith("file://") else "file:"))
@@ -67,13 +67,6 @@ def announced_at(registry: str | Sequence[str], token: str = "", ca: Ca | None =
             "redis://host:port"
         )
     return known
-
-
-def _told(value: object) -> str:
-    """A list with what is no text in it is told by kinds: a password may be anywhere in it."""
-    if isinstance(value, Sequence):
-        return f"a list of {', '.join(sorted({type(one).__name__ for one in value}))}"
-    return quote(value)
 
 
 def is_redis(text: str) -> bool:

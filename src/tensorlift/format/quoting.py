@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["clean", "plural", "quote", "without_secrets"]
+__all__ = ["clean", "kinds", "plural", "quote", "without_secrets"]
 
 # Long enough for the names of real tensors, short enough for one line of a log.
 _LONGEST = 100
@@ -39,6 +39,13 @@ def without_secrets(url: str) -> str:
     if "@" in rest[len(shown) :]:  # a password with such a character in it, or an @ behind the path
         return f"{scheme}..."
     return scheme + shown.rpartition("@")[2]
+
+
+def kinds(value: object) -> str:
+    """A list by the kinds of what is in it, for where a password may stand anywhere; of others the value."""
+    if isinstance(value, (list, tuple)):
+        return f"a list of {', '.join(sorted({type(one).__name__ for one in value})) or 'nothing'}"
+    return quote(value)
 
 
 def plural(count: int, noun: str) -> str:

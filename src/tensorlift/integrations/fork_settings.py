@@ -8,17 +8,16 @@ files stand in.
 from __future__ import annotations
 
 import dataclasses
-import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tensorlift.errors import OptionError, RequestError
-from tensorlift.forking.keys import LOOPBACK, check_host, checked_token
+from tensorlift.forking.keys import check_host, checked_token
 from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.tokens import token_of
 from tensorlift.forking.urls import Endpoint, split_url
 from tensorlift.format.nearest import nearest
-from tensorlift.format.quoting import quote
+from tensorlift.format.quoting import kinds, quote, without_secrets
 from tensorlift.options import parse_count, parse_seconds, parse_switch
 
 __all__ = ["NAMES", "ForkSettings", "Publish", "parse_forks", "unknown"]
@@ -81,7 +80,7 @@ class ForkSettings:
     def where(self) -> str:
         """Whom a fork asks, for messages."""
         registry = [self.registry] if isinstance(self.registry, str) else self.registry or ()
-        return ", ".join(self.seed) or f"the registry {', '.join(map(_without_secrets, registry))}"
+        return ", ".join(self.seed) or f"the registry {', '.join(map(without_secrets, registry))}"
 
     def to_fork(self) -> dict[str, Any]:
         """Arguments of ``tensorlift.fork``, as far as they were given."""
@@ -169,33 +168,44 @@ def _check_use(made: ForkSettings, given: Mapping[str, Any]) -> None:
     """OptionError for what would have no effect, or none but an error."""
     if "fallback" in given and not made.forks:
         raise OptionError("fallback is for a fork: name a seed or a registry")
+    if not made.forks and made.publish is None:
+        for name in ("token", "limit", "devices", "transports", "protocol"):
+            if name in given:
+                raise OptionError(
+                    f"{name} is for a fork or a seed: name a seed or a registry, or publish, or leave it out"
+                )
+    if made.seed and made.registry is not None and made.publish is None:
+        raise OptionError(
+            "registry is for a fork for which seed names no instances, or for a seed to be announced: leave "
+            "seed or registry out, or publish"
+        )
     if made.place is not None and made.registry is None:
         raise OptionError("place is for a registry, and none is named")
     for name in ("wait", "seeds"):
         if name in given and not made.asks:
             raise OptionError(f"{name} is for a fork that asks a registry, and here {_whom(made)}")
-    kinds = made.transports or ("shm", "tcp")
-    if made.protocol and not _with_nics(made.transports):
+    _check_ways(made)
+
+
+def _check_ways(made: ForkSettings) -> None:
+    """OptionError for what ``fork`` would refuse, and have files stand in, or ``seed``, behind the load."""
+    transports, protocol = made.transports or ("shm", "tcp"), made.protocol or ""
+    if protocol and not _with_nics(transports):
         raise OptionError(
-            f"protocol is {quote(made.protocol)}, and no transport here ({', '.join(kinds)}) takes one; name "
+            f"protocol is {quote(protocol)}, and no transport here ({', '.join(transports)}) takes one; name "
             "mooncake or nixl in transports, or leave protocol out"
         )
-    if made.protocol:
-        from tensorlift.forking.fabrics import wired
+    if protocol not in _PROTOCOLS:
+        raise OptionError(f"protocol is {quote(protocol)}; expected one of {', '.join(_PROTOCOLS[1:])}")
+    if not (_with_nics(transports) or made.devices or _is_share(made.limit)):
+        return
+    from tensorlift.forking.ways import ways_of
 
-        wired((), made.protocol)
-    if made.devices is not None:
-        from tensorlift.forking.nics import chosen
-
-        chosen(made.devices, kinds, 0, None, made.protocol or "")
-    if _is_share(made.limit) and not _with_nics(made.transports):
-        if made.publish is None:
-            raise OptionError(
-                f"limit is {quote(made.limit)}, and a fork's share is of NICs, which no transport here has; "
-                'give a size a second, such as "2GB/s"'
-            )
-        if made.publish.host in LOOPBACK:
-            parse_limit(made.limit, "limit", lambda: None)
+    # Where there are no NICs a share is the seed's alone.
+    if made.forks and (made.publish is None or _with_nics(transports)):
+        ways_of(transports, made.devices, protocol, made.limit)
+    if made.publish is not None:
+        ways_of(transports, made.devices, protocol, made.limit, host=made.publish.host)
 
 
 def _whom(made: ForkSettings) -> str:
@@ -229,15 +239,6 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _without_secrets(url: str) -> str:
-    """Scheme, host and port of a registry's URL; of what has none of them, the scheme alone."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2], path="", query="", fragment="").geturl()
-    except ValueError:
-        return url.partition(":")[0]
-
-
 def _is_share(limit: str | None) -> bool:
     return limit is not None and limit.strip().endswith("%")
 
@@ -248,15 +249,19 @@ def _with_nics(transports: Iterable[str] | None) -> bool:
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or not value:
-        raise OptionError(f"{name} is {quote(value)}; expected a text")
+        raise OptionError(f"{name} is {kinds(value)}; expected a text")
     return value
 
 
 def _texts(value: object, name: str) -> tuple[str, ...]:
     found = (value,) if isinstance(value, str) else value
     if not isinstance(found, list | tuple) or not found or not all(isinstance(one, str) for one in found):
-        raise OptionError(f"{name} is {quote(value)}; expected a text, or a list of some")
+        raise OptionError(f"{name} is {kinds(value)}; expected a text, or a list of some")
     return tuple(found)
+
+
+def _seed(value: object, name: str) -> tuple[str, ...]:
+    return tuple(split_url(one).url for one in _texts(value, name))
 
 
 def _registry(value: object, name: str) -> str | tuple[str, ...]:
@@ -266,7 +271,9 @@ def _registry(value: object, name: str) -> str | tuple[str, ...]:
 def _transports(value: object, name: str) -> tuple[str, ...]:
     from tensorlift.forking.transports import check_transports
 
-    return check_transports(_texts(value, name))
+    if "memory" in (found := check_transports(_texts(value, name))):
+        raise OptionError(f"{name} has memory, which is for a seed and a fork in one process; leave it out")
+    return found
 
 
 def _limit(value: object, name: str) -> str:
@@ -311,6 +318,8 @@ def _publish(value: object, name: str) -> Publish | None:
     )
 
 
+# What is documented of Mooncake and NIXL; both take any word until they begin.
+_PROTOCOLS = ("", "rdma", "efa", "tcp")
 _Parse = Callable[[object, str], Any]
 _PUBLISH_PARSERS: Mapping[str, _Parse] = {
     "host": _text,
@@ -321,7 +330,7 @@ _PUBLISH_PARSERS: Mapping[str, _Parse] = {
     "tls": _tls,
 }
 _PARSERS: Mapping[str, _Parse] = {
-    "seed": _texts,
+    "seed": _seed,
     "registry": _registry,
     "fallback": parse_switch,
     "token": lambda value, name: checked_token(value),  # type: ignore[arg-type]

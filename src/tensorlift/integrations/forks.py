@@ -98,8 +98,8 @@ def _made(
     except Exception as error:  # noqa: BLE001
         said.why = f"{type(error).__name__}: {error}"
         return None, said
-    # Weights without a name, of whoever a registry names: another rank's may be another instance's.
-    said.weights = came.weights or ("" if settings.instances.seed else f"unnamed of {said.who}")
+    # Weights without a name are of one instance where one URL is all that ranks have to choose from.
+    said.weights = came.weights or ("" if len(settings.instances.seed) == 1 else f"unnamed of {said.who}")
     return (model, state, came), said
 
 

@@ -54,7 +54,7 @@ class Publisher:
         self._serving = self._in_vain = False
         self._lost = self._gone = False
         """Weights, until an update brings them; memory, until restore()."""
-        self._updating = self._spoiled = self._whole = False
+        self._updating = self._spoiled = self._whole = self._came = False
         self._start, self._updates = "", 0
         self._ending = contextlib.ExitStack()
         """Of the update that is under way: lets readers of the seeds in again."""
@@ -152,11 +152,12 @@ class Publisher:
     def begin_update(self, what: str, *, whole: bool = True) -> None:
         """Nobody reads what changes now; readers begin again behind it, and are not waited for.
 
-        Inside an update this does nothing. ``whole``: where weights were lost, this brings them.
+        Inside an update this does nothing. ``whole``: where weights were lost, this brings
+        them, if came() is called.
         """
         if self._updating:
             return
-        self._updating, self._spoiled, self._whole = True, False, whole
+        self._updating, self._spoiled, self._whole, self._came = True, False, whole, False
         self._updates += 1
         for offer in self._offers:
             # All ranks see the same updates, and a fork of several ranks wants one version.
@@ -174,6 +175,10 @@ class Publisher:
                 self._say_not(offer, f"{what}: {type(error).__name__}: {error}")
         self._offers = [offer for offer in self._offers if not offer.state.is_held]
 
+    def came(self) -> None:
+        """Of the update that is under way: an engine may also refuse one, or end it with nothing in it."""
+        self._came = True
+
     def spoil(self) -> None:
         """The update has failed half way."""
         self._spoiled = True
@@ -186,7 +191,7 @@ class Publisher:
         if self._spoiled:
             self.withdraw("an update has failed, and the weights are of no version", lost=True)
             return
-        self._lost &= not self._whole
+        self._lost &= not (self._whole and self._came)
         for offer in self._offers:
             try:
                 offer.state.refresh()

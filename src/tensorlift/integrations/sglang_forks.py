@@ -89,12 +89,12 @@ def _made(go: Callable[[], Any], *_: Any, **__: Any) -> None:
 def _from_disk(go: Callable[[], Any], *_: Any) -> Any:
     # One that fails has changed nothing, or SGLang has loaded the weights from before again.
     with imported_publisher().updating("weights are loaded from disk"):
-        return go()
+        return _came(go())
 
 
 def _from_ipc(go: Callable[[], Any], *_: Any) -> Any:
     with imported_publisher().updating("weights are updated"):
-        return _looked_at(go())
+        return _came(_looked_at(go()))
 
 
 def _begins(go: Callable[[], Any], manager: Any, request: Any) -> Any:
@@ -127,6 +127,10 @@ def _within(go: Callable[[], Any], manager: Any, *_: Any) -> Any:
         raise
 
 
+def _brings(go: Callable[[], Any], manager: Any, *_: Any) -> Any:
+    return _came(_within(go, manager))
+
+
 def _ends(go: Callable[[], Any], manager: Any, *_: Any) -> Any:
     answer = _within(go, manager)
     imported_publisher().end_update()
@@ -136,6 +140,12 @@ def _ends(go: Callable[[], Any], manager: Any, *_: Any) -> Any:
 def _looked_at(answer: Any) -> Any:
     if not answer.success:
         imported_publisher().spoil()
+    return answer
+
+
+def _came(answer: Any) -> Any:
+    if answer.success:
+        imported_publisher().came()
     return answer
 
 
@@ -165,8 +175,8 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "update_weights_from_disk": _from_disk,
     "update_weights_from_ipc": _from_ipc,
     "begin_weight_update": _begins,
-    "update_weights_from_tensor": _within,
-    "update_weights_from_distributed": _within,
+    "update_weights_from_tensor": _brings,
+    "update_weights_from_distributed": _brings,
     "end_weight_update": _ends,
     "check_weights": _checks,
     "release_memory_occupation": _releases,

@@ -133,6 +133,7 @@ def _serves(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
 def _reloads(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
     with publisher.updating("weights are reloaded"):
         yield
+        publisher.came()
 
 
 @contextlib.contextmanager
@@ -157,6 +158,13 @@ def _goes_on(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
         publisher.spoil()
         publisher.end_update()
         raise
+
+
+@contextlib.contextmanager
+def _brings(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
+    with _goes_on(publisher):
+        yield
+    publisher.came()
 
 
 @contextlib.contextmanager
@@ -209,7 +217,7 @@ _AROUND = {
     "reload_weights": _reloads,
     "start_weight_update": _begins,
     "start_draft_weight_update": functools.partial(_begins, whole=False),
-    "update_weights": _goes_on,
+    "update_weights": _brings,
     "finish_weight_update": _ends,
     "sleep": _sleeps,
     "wake_up": _wakes,
