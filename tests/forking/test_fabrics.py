@@ -22,7 +22,6 @@ from tensorlift.forking.fabrics import (
     batches,
     ended,
     surroundings,
-    wired,
 )
 from tensorlift.forking.transports import check_transports
 
@@ -112,18 +111,6 @@ def test_no_call_has_too_many_parts() -> None:
     cut = list(batches(parts))
     assert [len(some) for some in cut] == [1024, 1024, 452]
     assert [part for some in cut for part in some] == parts
-
-
-@pytest.mark.parametrize("devices", ["mlx5_1", ["mlx5_1,mlx5_2"], [""], [3.5, "a b"]])
-def test_devices_that_are_no_names(devices: object) -> None:
-    with pytest.raises(OptionError, match="expected names of NICs"):
-        wired(devices, "")  # type: ignore[arg-type]
-
-
-def test_wiring() -> None:
-    assert wired(["mlx5_1"], "rdma") == Wiring("rdma", ("mlx5_1",))
-    with pytest.raises(OptionError, match="protocol is 'r d'"):
-        wired([], "r d")
 
 
 def test_a_package_that_is_not_there() -> None:

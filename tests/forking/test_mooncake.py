@@ -18,7 +18,7 @@ import torch
 from support import one_sided as support
 from tensorlift.engine.abi_fork import Memory
 from tensorlift.errors import ForkError
-from tensorlift.forking import mooncake, one_sided
+from tensorlift.forking import mooncake, one_sided, topology
 from tensorlift.forking.fabrics import ANY, FabricError, Part, Wiring
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.mooncake import Mooncake, protocol_of
@@ -125,7 +125,7 @@ def test_what_was_never_registered(engine: Mooncake) -> None:
 def test_tcp_is_not_taken_for_what_was_asked(plain: pytest.MonkeyPatch, protocol: str) -> None:
     """Left to itself it takes TCP and says that all is well, and so it does where that is forced."""
     support.need("mooncake")
-    if mooncake._NICS.is_dir():
+    if topology.has_nics():
         pytest.skip("there is a NIC for RDMA here")
     plain.setenv("MC_FORCE_TCP", "1" if protocol == "rdma" else "")
     before = dict(os.environ)
@@ -158,7 +158,7 @@ class Engine:
 def fake(plain: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
     made = Engine()
     plain.setattr(mooncake, "PACKAGES", type("P", (), {"load": lambda self: made})())
-    plain.setattr(mooncake, "_NICS", tmp_path / "infiniband")
+    plain.setattr(topology, "_NICS", tmp_path / "infiniband")
     return made
 
 
@@ -170,11 +170,13 @@ def fake(plain: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
         (ANY, {"MOONCAKE_DEVICE": "mlx5_2"}, ("rdma", "mlx5_2")),
         (ANY, {"MOONCAKE_DEVICE": "auto-discovery"}, ("tcp", "")),
         (ANY, {"MOONCAKE_PROTOCOL": "RDMA ", "MOONCAKE_DEVICE": " auto-discovery"}, ("rdma", "")),
-        (Wiring("", ("mlx5_1", "mlx5_3")), {"MOONCAKE_DEVICE": "mlx5_2"}, ("rdma", "mlx5_1,mlx5_3")),
+        (Wiring("", ("mlx5_1:1", "mlx5_3:2")), {"MOONCAKE_DEVICE": "mlx5_2"}, ("rdma", "mlx5_1,mlx5_3")),
         (Wiring("tcp"), {"MOONCAKE_PROTOCOL": "rdma"}, ("tcp", "")),
         (ANY, {"MC_FORCE_HCA": "1"}, ("rdma", "")),
         (ANY, {"MC_FORCE_TCP": "1", "MOONCAKE_DEVICE": "mlx5_2"}, ("tcp", "mlx5_2")),
         (Wiring("rdma", ("mlx5_1",)), {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}, ("rdma", "mlx5_1")),
+        (Wiring("", ("mlx5_1:1",), is_named=False), {"MOONCAKE_PROTOCOL": "tcp"}, ("tcp", "")),
+        (Wiring("", ("mlx5_1:1",), is_named=False), {"MC_FORCE_TCP": "1"}, ("tcp", "")),
     ],
 )
 def test_options_go_before_variables(
@@ -191,7 +193,7 @@ def test_options_go_before_variables(
 
 
 def test_a_nic_that_is_there_is_meant(plain: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plain.setattr(mooncake, "_NICS", tmp_path)
+    plain.setattr(topology, "_NICS", tmp_path)
     assert protocol_of(ANY) == "tcp"
     (tmp_path / "mlx5_0").mkdir()
     assert protocol_of(ANY) == "rdma"
@@ -199,7 +201,14 @@ def test_a_nic_that_is_there_is_meant(plain: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_devices_mean_nothing_over_tcp(fake: Engine) -> None:
     with pytest.raises(FabricError, match="over tcp Mooncake lets nobody choose mlx5_1"):
-        Mooncake(Wiring("tcp", ("mlx5_1",)), HOST)
+        Mooncake(Wiring("tcp", ("mlx5_1:1",)), HOST)
+
+
+def test_a_protocol_that_there_is_not(fake: Engine, plain: pytest.MonkeyPatch) -> None:
+    plain.setenv("MOONCAKE_PROTOCOL", "tpc")
+    with pytest.raises(FabricError, match="Mooncake has no protocol 'tpc'; expected one of tcp, rdma, efa, "):
+        Mooncake(ANY, HOST)
+    assert fake.asked == ()
 
 
 def test_a_package_without_cuda_is_not_given_a_device(engine: Mooncake) -> None:

@@ -10,7 +10,8 @@ import pytest
 from support.pci import Machine, eight_and_one, matrix, matrix_of_eight_and_one
 from tensorlift.errors import OptionError
 from tensorlift.forking import nics
-from tensorlift.forking.nics import Choice, choose, chosen, custom_topology
+from tensorlift.forking.fabrics import Wiring
+from tensorlift.forking.nics import Choice, check_protocol, choose, chosen, custom_topology
 from tensorlift.forking.topology import Nic, Tree, parse_matrix, read_tree
 
 
@@ -20,6 +21,30 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Tree:
     if request.param == "sysfs":
         return read_tree(eight_and_one(tmp_path))
     return parse_matrix(matrix_of_eight_and_one())
+
+
+def test_engines_are_told_the_active_port_and_who_chose(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.nic("a0", "pci0000:00/0000:00:10.0", ports={1: ("1: DOWN", ""), 2: ("4: ACTIVE", "")})
+    tree = read_tree(str(tmp_path))
+    assert choose(["a0"], 0, None, tree).wiring("rdma") == Wiring("rdma", ("a0:2",))
+    assert choose(None, 0, None, tree).wiring("") == Wiring("", ("a0:2",), is_named=False)
+    assert choose(["a0"], 0, None, tree).wiring("").names == ("a0",)
+
+
+@pytest.mark.parametrize(
+    ("transports", "protocol", "says"),
+    [
+        (["mooncake"], "tpc", r"protocol is 'tpc'; expected one of tcp, rdma, efa, .* \(mooncake\)$"),
+        (["nixl", "tcp"], "nvlink", r"protocol is 'nvlink'; expected one of tcp, rdma, efa \(nixl\)$"),
+        (["mooncake", "nixl"], "RDMA", r"protocol is 'RDMA'; .* \(mooncake\); tcp, rdma, efa \(nixl\)$"),
+    ],
+)
+def test_a_protocol_that_no_engine_has(transports: list[str], protocol: str, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        chosen(None, transports, 0, None, protocol, environ={})
+    check_protocol(["mooncake", "nixl"], "nvlink")
+    check_protocol(["mooncake"], "")
 
 
 def test_each_gpu_takes_the_one_beside_it(tree: Tree) -> None:
@@ -89,7 +114,7 @@ def test_gpus_that_are_equally_near_take_turns() -> None:
 
 def test_interfaces_are_taken_where_they_are_named(tmp_path: Path) -> None:
     tree = read_tree(eight_and_one(tmp_path))
-    assert choose(["eth0"], 0, None, tree) == Choice((Nic("eth0", 3_125_000_000, 0),), "named")
+    assert choose(["eth0"], 0, None, tree) == Choice((Nic("eth0", 3_125_000_000, 0),), "named", True)
     assert choose(["eth0", "mlx5_1"], 0, None, tree).ucx == "eth0,mlx5_1:1"
     assert choose(None, 0, None, Tree((), (), {}, tree.interfaces)).names == ()
 
@@ -153,9 +178,12 @@ def test_over_tcp_none_is_chosen() -> None:
     said = {"MOONCAKE_PROTOCOL": " TCP "}
     tcp = Choice((), "over tcp none is chosen")
     assert chosen(None, ("mooncake",), 0, "GPU0", environ=said) == tcp
+    assert chosen(None, ("mooncake",), 0, "GPU0", environ={"MC_FORCE_TCP": "1"}) == tcp
     assert chosen([], ("mooncake", "nixl"), 0, "GPU0", "tcp", {"MOONCAKE_DEVICE": "mlx5_3"}) == tcp
     assert chosen(["mlx5_8"], ("mooncake",), 0, "GPU0", environ=said).names == ("mlx5_8",)
-    assert chosen(None, ("mooncake", "nixl"), 0, "GPU0", environ=said).names == ("mlx5_1",)
+    # NIXL is not told, and has use for one; Mooncake leaves it out.
+    both = chosen(None, ("mooncake", "nixl"), 0, "GPU0", environ=said)
+    assert both.wiring("") == Wiring("", ("mlx5_1:1",), is_named=False)
     assert chosen(None, ("mooncake",), 0, "GPU0", "rdma", said).names == ("mlx5_1",)
     rdma = {"MOONCAKE_PROTOCOL": "rdma"}
     assert chosen(None, ("mooncake",), 0, "GPU0", environ=rdma).names == ("mlx5_1",)

@@ -13,7 +13,7 @@ import pytest
 
 from support import one_sided as support
 from tensorlift.engine.abi_fork import Memory
-from tensorlift.forking import nixl
+from tensorlift.forking import nixl, topology
 from tensorlift.forking.fabrics import FabricError, Part, Wiring
 from tensorlift.forking.nixl import Nixl
 
@@ -118,7 +118,7 @@ def test_a_session_that_is_none() -> None:
 
 
 def test_tcp_is_not_taken_for_rdma() -> None:
-    if nixl._NICS.is_dir():
+    if topology.has_nics():
         pytest.skip("there is a NIC for RDMA here")
     before = dict(os.environ)
     with pytest.raises(FabricError, match="NIXL does not begin with UCX rdma"):
@@ -147,10 +147,10 @@ def test_devices_in_the_terms_of_ucx(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for name in [name for name in os.environ if name.startswith("UCX_")]:
         monkeypatch.delenv(name)
     (tmp_path / "mlx5_1").mkdir()
-    monkeypatch.setattr(nixl, "_NICS", tmp_path)
+    monkeypatch.setattr(topology, "_NICS", tmp_path)
     monkeypatch.setattr(nixl, "PACKAGES", type("P", (), {"load": lambda self: Module})())
-    assert Nixl(Wiring("rdma", ("mlx5_1", "eth0")), HOST).how == "UCX, rdma"
-    assert asked == {"UCX_TLS": "ib,cuda", "UCX_NET_DEVICES": "mlx5_1:1,eth0"}
+    assert Nixl(Wiring("rdma", ("mlx5_1:2", "eth0")), HOST).how == "UCX, rdma"
+    assert asked == {"UCX_TLS": "ib,cuda", "UCX_NET_DEVICES": "mlx5_1:2,eth0"}
     asked.clear()
     assert Nixl(Wiring("efa"), HOST).how == "LIBFABRIC"
     assert asked == {}

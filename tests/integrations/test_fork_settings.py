@@ -115,7 +115,7 @@ def test_devices_are_looked_for_at_once(monkeypatch):
     with pytest.raises(OptionError, match="devices has 'no-such-nic', which this machine does not have"):
         parse_forks({**given, "devices": "no-such-nic"})
     for protocol in ("rdma, or tcp", "rmda"):
-        with pytest.raises(OptionError, match=f"protocol is '{protocol}'; expected one of rdma, efa, tcp"):
+        with pytest.raises(OptionError, match=f"protocol is '{protocol}'; expected one of tcp, rdma, efa, "):
             parse_forks({**given, "protocol": protocol})
     # Of what has none, or of a network of no known rate, there is no share.
     with pytest.raises(OptionError, match="a fork's share is of its NICs: over tcp none is chosen"):

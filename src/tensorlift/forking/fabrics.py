@@ -33,13 +33,12 @@ __all__ = [
     "batches",
     "ended",
     "surroundings",
-    "wired",
 ]
 
 MOST_ENTRIES = 1024
 """Parts of one call: Mooncake refuses more than 2,048 to one peer, which it is of no use for after that."""
 NAME = re.compile(r"[\w.:-]{1,64}")
-"""Of a NIC, or a protocol."""
+"""Of a NIC."""
 _SHORTEST_NAP, _LONGEST_NAP = 50e-6, 1e-3
 
 
@@ -52,19 +51,17 @@ class Wiring(NamedTuple):
 
     protocol: str = ""
     devices: tuple[str, ...] = ()
-    """Names of NICs."""
+    """NICs as UCX has them: "mlx5_1:1" is port 1 of one for RDMA, "eth0" an interface."""
+    is_named: bool = True
+    """Somebody has named the devices: an engine that has no use for them says so. Others are left out."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The NICs without their ports; the kernel gives none a name with a colon in it."""
+        return tuple(device.partition(":")[0] for device in self.devices)
 
 
 ANY = Wiring()
-
-
-def wired(devices: Sequence[str], protocol: str) -> Wiring:
-    """What was asked for. Raises OptionError for what cannot be."""
-    if isinstance(devices, str) or not all(NAME.fullmatch(str(name)) for name in devices):
-        raise OptionError(f"devices is {devices!r}; expected names of NICs such as mlx5_1, in a list")
-    if protocol and not NAME.fullmatch(str(protocol)):
-        raise OptionError(f"protocol is {protocol!r}; expected one such as rdma, efa or tcp")
-    return Wiring(protocol, tuple(devices))
 
 
 class Part(NamedTuple):

@@ -39,7 +39,7 @@ from tensorlift.tensors.destinations import tensors_of
 from tensorlift.tensors.filling import fill
 from tensorlift.tensors.transfer import Clock
 
-__all__ = ["FILES", "Fallback", "FromFiles"]
+__all__ = ["FILES", "Fallback", "FromFiles", "stood_in"]
 
 FILES = "files"
 """The name of this source in a report."""
@@ -53,6 +53,24 @@ class FromFiles(NamedTuple):
     """Bytes of tensors: what was kept by the seed that brought it, and what was read."""
     own: tuple[str, ...]
     """Buffers that no file has, as they were before the fork."""
+
+
+def stood_in(
+    files: Fallback | None,
+    error: ForkError,
+    brought: Mapping[str, Sequence[Places]],
+    progress: SourceReport | None,
+) -> FromFiles:
+    """What came of files for seeds that cannot bring all, for this reason; it is raised where there are none.
+    See Fallback.run().
+    """
+    if files is None:
+        raise error
+    try:
+        return files.run(brought, progress)
+    except Exception as problem:
+        # Why files had to stand in is told with what is wrong with them.
+        raise problem from error
 
 
 class Fallback:

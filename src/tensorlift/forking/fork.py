@@ -13,7 +13,7 @@ from tensorlift.errors import ForkError, OptionError, RequestError, SeedError
 from tensorlift.forking.chunks import DIGESTS, ChunkQueue
 from tensorlift.forking.client import SeedClient, clients_of
 from tensorlift.forking.encryption import Ca, fork_context
-from tensorlift.forking.fallback import FILES, Fallback
+from tensorlift.forking.fallback import FILES, Fallback, stood_in
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import Manifest, ModelKey
 from tensorlift.forking.matching import Errand, copies_of, errands
@@ -188,13 +188,7 @@ def _filled(
     try:
         return fork.run(), fork.kept_bytes(), ()
     except ForkError as error:
-        if files is None:
-            raise
-        try:
-            return (None, ""), *files.run(fork.brought(), fork.progress)
-        except Exception as problem:
-            # Why files had to stand in is told with what is wrong with them.
-            raise problem from error
+        return (None, ""), *stood_in(files, error, fork.brought(), fork.progress)
 
 
 class _Fork:

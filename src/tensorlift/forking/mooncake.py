@@ -14,7 +14,6 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,10 +30,13 @@ from tensorlift.forking.fabrics import (
     surroundings,
 )
 from tensorlift.forking.handshake import receive
+from tensorlift.forking.topology import has_nics
+from tensorlift.format.quoting import quote
 
 __all__ = [
     "DEVICE_VARIABLE",
     "PACKAGES",
+    "PROTOCOLS",
     "PROTOCOL_VARIABLE",
     "Mooncake",
     "device_asked",
@@ -42,10 +44,14 @@ __all__ = [
     "protocol_of",
 ]
 
+PROTOCOLS = (
+    "tcp", "rdma", "efa", "nvlink", "nvlink_intra", "hip", "barex", "cxl", "ascend", "musa", "maca",
+    "ubshmem", "sunrise_link",
+)  # fmt: skip
+"""What it can be told to move bytes by; each build has some of them."""
 PROTOCOL_VARIABLE, DEVICE_VARIABLE = "MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE"
 # What its users write there to have it look by itself.
 _BY_ITSELF = "auto-discovery"
-_NICS = Path("/sys/class/infiniband")
 _WITHOUT_CUDA = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-efa-non-cuda")
 # The variables hold where nobody has imported it before. Descriptors of many regions are longer than the MiB
 # that it takes. (MC_DISABLE_METACACHE would have each read wait for the peer, a stopped one for a minute.)
@@ -76,20 +82,18 @@ def device_asked(environ: Mapping[str, str]) -> str:
     return "" if asked == _BY_ITSELF else asked
 
 
-def protocol_asked(environ: Mapping[str, str]) -> str:
-    """The protocol that the environment names, or ""."""
-    return environ.get(PROTOCOL_VARIABLE, "").strip().lower()
+def protocol_asked(protocol: str, environ: Mapping[str, str]) -> str:
+    """That of the caller, else what the environment names, or forces; "" where nobody says."""
+    if asked := protocol or environ.get(PROTOCOL_VARIABLE, "").strip().lower():
+        return asked
+    return next((name for name, variable in _FORCED.items() if environ.get(variable)), "")
 
 
 def protocol_of(wiring: Wiring) -> str:
     """What is asked for: by the caller, by the environment, or by a NIC that is there."""
-    if asked := wiring.protocol or protocol_asked(os.environ):
+    if asked := protocol_asked(wiring.protocol, os.environ):
         return asked
-    for protocol, variable in _FORCED.items():
-        if os.environ.get(variable):
-            return protocol
-    has_nic = wiring.devices or device_asked(os.environ) or (_NICS.is_dir() and any(_NICS.iterdir()))
-    return "rdma" if has_nic else "tcp"
+    return "rdma" if wiring.devices or device_asked(os.environ) or has_nics() else "tcp"
 
 
 class Mooncake:
@@ -102,11 +106,20 @@ class Mooncake:
     def __init__(self, wiring: Wiring, host: str) -> None:
         """Begins, and looks which protocol was installed. Raises FabricError."""
         protocol = protocol_of(wiring)
-        devices = ",".join(wiring.devices) or device_asked(os.environ)
-        if protocol == "tcp" and wiring.devices:
+        if protocol not in PROTOCOLS:
             raise FabricError(
-                f"over tcp Mooncake lets nobody choose {devices}: leave devices out, or ask for rdma"
+                f"Mooncake has no protocol {quote(protocol)}; expected one of {', '.join(PROTOCOLS)} in "
+                f"{PROTOCOL_VARIABLE}, or protocol"
             )
+        names = wiring.names
+        if protocol == "tcp" and names:
+            if wiring.is_named:
+                raise FabricError(
+                    f"over tcp Mooncake lets nobody choose {', '.join(names)}: leave devices out, or ask for "
+                    "rdma"
+                )
+            names = ()
+        devices = ",".join(names) or device_asked(os.environ)
         module = PACKAGES.load()
         self._engine: Any = module.TransferEngine()
         forced = {name: "1" if name == _FORCED.get(protocol) else "" for name in _FORCED.values()}

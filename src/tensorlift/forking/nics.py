@@ -14,15 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tensorlift.errors import OptionError
-from tensorlift.forking.fabrics import NAME
+from tensorlift.forking import mooncake, nixl
+from tensorlift.forking.fabrics import NAME, Wiring
 from tensorlift.forking.manifest import ONE_SIDED
 from tensorlift.forking.mooncake import DEVICE_VARIABLE, device_asked, protocol_asked
 from tensorlift.forking.topology import Gpu, Link, Nic, Tree, tree_here
 from tensorlift.format.quoting import plural, quote
 
-__all__ = ["Choice", "choose", "chosen", "custom_topology"]
+__all__ = ["Choice", "check_protocol", "choose", "chosen", "custom_topology"]
 
 _CUSTOM = "MC_CUSTOM_TOPO_JSON"
+_PROTOCOLS = {"mooncake": mooncake.PROTOCOLS, "nixl": nixl.PROTOCOLS}
 _log = logging.getLogger("tensorlift")
 
 
@@ -34,6 +36,8 @@ class Choice:
     """Empty: whatever the transport takes by itself."""
     reason: str
     """For people."""
+    is_named: bool = False
+    """By the caller."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,7 +53,15 @@ class Choice:
     @property
     def ucx(self) -> str:
         """As UCX_NET_DEVICES has them, which NIXL reads: "mlx5_1:1" is port 1, "eth0" an interface."""
-        return ",".join(f"{nic.name}:{nic.port}" if nic.port else nic.name for nic in self.nics)
+        return ",".join(self._ports)
+
+    @property
+    def _ports(self) -> tuple[str, ...]:
+        return tuple(f"{nic.name}:{nic.port}" if nic.port else nic.name for nic in self.nics)
+
+    def wiring(self, protocol: str) -> Wiring:
+        """What engines are told."""
+        return Wiring(protocol, self._ports, self.is_named)
 
 
 def choose(devices: Sequence[str] | None, rank: int, gpu: str | None, tree: Tree) -> Choice:
@@ -64,7 +76,7 @@ def choose(devices: Sequence[str] | None, rank: int, gpu: str | None, tree: Tree
     """
     named, without = _checked(devices, tree)
     if named:
-        return Choice(named, "named")
+        return Choice(named, "named", is_named=True)
     usable = [nic for nic in tree.nics if nic.port is not None and nic.name not in without]
     if not usable:
         excluded = f", {', '.join(sorted(without))} left out" if without else ""
@@ -134,6 +146,14 @@ def _checked(devices: Sequence[str] | None, tree: Tree) -> tuple[tuple[Nic, ...]
     return tuple(there[name] for name in names), without
 
 
+def check_protocol(transports: Sequence[str], protocol: str) -> None:
+    """Raises OptionError for what none of these transports can be told to move bytes by."""
+    known = {kind: names for kind, names in _PROTOCOLS.items() if kind in transports}
+    if protocol and not any(protocol in names for names in known.values()):
+        expected = "; ".join(f"{', '.join(names)} ({kind})" for kind, names in known.items())
+        raise OptionError(f"protocol is {quote(protocol)}; expected one of {expected}")
+
+
 def chosen(
     devices: Sequence[str] | None,
     transports: Sequence[str],
@@ -145,8 +165,8 @@ def chosen(
     """The NICs of this process, for these transports: what its caller says, else MOONCAKE_DEVICE, else the
     nearest.
 
-    protocol: what the caller wants bytes moved by; for Mooncake MOONCAKE_PROTOCOL where it is empty. None are
-    taken over tcp, where no transport is told of any, and where Mooncake has a tree of its user's
+    protocol: what the caller wants bytes moved by; for Mooncake what the environment says where it is empty.
+    None are taken over tcp, where no transport is told of any, and where Mooncake has a tree of its user's
     (MC_CUSTOM_TOPO_JSON), which goes before all that it is told. Raises OptionError.
     """
     environ = os.environ if environ is None else environ
@@ -159,6 +179,7 @@ def chosen(
                     f"name one that does ({', '.join(ONE_SIDED)}) in transports, or leave {name} out"
                 )
         return Choice((), "no transport takes NICs")
+    check_protocol(used, protocol)
     if "mooncake" in used and environ.get(_CUSTOM):
         if devices:
             raise OptionError(
@@ -168,7 +189,7 @@ def chosen(
         return Choice((), f"{_CUSTOM} says which")
     if not devices:
         if used == ["mooncake"]:
-            protocol = protocol or protocol_asked(environ)
+            protocol = protocol_asked(protocol, environ)
         if protocol == "tcp":
             return Choice((), "over tcp none is chosen")
         if "mooncake" in used and (given := device_asked(environ)):

@@ -14,7 +14,6 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from tensorlift.engine import abi
@@ -28,17 +27,18 @@ from tensorlift.forking.fabrics import (
     ended,
     surroundings,
 )
+from tensorlift.forking.topology import has_nics
 
-__all__ = ["PACKAGES", "Nixl"]
+__all__ = ["PACKAGES", "PROTOCOLS", "Nixl"]
 
 PACKAGES = Packages(
     ("nixl._api", "nixl_cu13._api", "nixl_cu12._api"),
     "pip install nixl (without CUDA pip install --no-deps nixl-cu12)",
 )
-_NICS = Path("/sys/class/infiniband")
 # UCX takes what it finds best, also TCP, unless it is told.
 _TLS = {"tcp": "tcp", "rdma": "ib,cuda"}
-_PROTOCOLS = ("", "efa", *_TLS)
+PROTOCOLS = (*_TLS, "efa")
+"""What it can be told to move bytes by."""
 
 
 class Nixl:
@@ -50,8 +50,10 @@ class Nixl:
 
     def __init__(self, wiring: Wiring, host: str) -> None:
         """Begins. UCX finds the addresses by itself. Raises FabricError."""
-        if wiring.protocol not in _PROTOCOLS:
-            raise FabricError(f"NIXL has no protocol {wiring.protocol!r} here; expected tcp, rdma or efa")
+        if wiring.protocol and wiring.protocol not in PROTOCOLS:
+            raise FabricError(
+                f"NIXL has no protocol {wiring.protocol!r} here; expected one of {', '.join(PROTOCOLS)}"
+            )
         module = PACKAGES.load()
         if "NIXL_LOG_LEVEL" not in os.environ:
             # Its lines go to stdout, where somebody's output may be.
@@ -59,7 +61,7 @@ class Nixl:
         backend = "LIBFABRIC" if wiring.protocol == "efa" else "UCX"
         forced = {"UCX_TLS": _TLS[wiring.protocol]} if wiring.protocol in _TLS else {}
         if wiring.devices:
-            forced["UCX_NET_DEVICES"] = ",".join(map(_port_of, wiring.devices))
+            forced["UCX_NET_DEVICES"] = ",".join(wiring.devices)
         self._lock, self._met = threading.Lock(), dict[str, int]()
         self._name = f"tensorlift-{secrets.token_hex(16)}"
         config = module.nixl_agent_config(
@@ -148,17 +150,11 @@ def _needless() -> dict[str, str]:
     """Where there is no NIC for RDMA, UCX' module for one is left out: a library that comes with it in the
     packages of NIXL 1.5 ends the process with SIGSEGV when it exits.
     """
-    has_nic = _NICS.is_dir() and any(_NICS.iterdir())
-    return {} if has_nic else {"UCX_MODULES": "^ib"}
+    return {} if has_nics() else {"UCX_MODULES": "^ib"}
 
 
 def _segment(device_kind: int) -> str:
     return "DRAM" if device_kind == abi.DEVICE_CPU else "VRAM"
-
-
-def _port_of(device: str) -> str:
-    """In UCX' terms: a NIC for RDMA has ports."""
-    return f"{device}:1" if (_NICS / device).exists() else device
 
 
 def _parted(session: str) -> tuple[str, bytes]:

@@ -27,7 +27,7 @@ from tensorlift.forking.client import SeedClient
 from tensorlift.forking.control import StateAnswer
 from tensorlift.forking.encryption import Ca
 from tensorlift.forking.fabrics import MOST_ENTRIES, FabricError, Part, Shared, Wiring
-from tensorlift.forking.fallback import Fallback
+from tensorlift.forking.fallback import Fallback, stood_in
 from tensorlift.forking.fork import Forked
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, ModelKey, Tensor, span_bytes
@@ -109,12 +109,7 @@ def fork_from_sglang(
     try:
         came = _read_by(client, wanted, model, named, ours, reading, wiring)
     except ForkError as error:
-        if files is None:
-            raise
-        try:
-            read, own = files.run({}, told)
-        except Exception as problem:
-            raise problem from error
+        read, own = stood_in(files, error, {}, told)
         nbytes = sum(read.values())
         came = Forked(
             bytes=nbytes, seconds=0.0, planning_seconds=0.0, registering_seconds=0.0, by_source=read,

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from tensorlift.errors import RequestError
 
-__all__ = ["Gpu", "Link", "Nic", "Tree", "parse_matrix", "read_tree", "tree_here"]
+__all__ = ["Gpu", "Link", "Nic", "Tree", "has_nics", "parse_matrix", "read_tree", "tree_here"]
+
+_NICS = Path("/sys/class/infiniband")
 
 # Display controllers and processing accelerators (PCI class codes) of who makes GPUs that torch runs on.
 _GPU_CLASSES, _GPU_VENDORS = ("0x03", "0x12"), ("0x10de", "0x1002")
@@ -83,6 +85,11 @@ class Tree:
         return next(found, None)
 
 
+def has_nics() -> bool:
+    """Whether this machine has an RDMA device, of whatever state."""
+    return bool(_listed(_NICS))
+
+
 def tree_here() -> Tree:
     """This machine's. Where sysfs shows NICs and no GPU, nvidia-smi is asked, if it is there."""
     found = read_tree()
@@ -105,8 +112,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 def read_tree(root: str = "/") -> Tree:
     """What sysfs shows below ``root``; what is not there, or not for us, is left out."""
-    base = Path(root, "sys")
-    devices = base / "class/infiniband"
+    base, devices = Path(root, "sys"), Path(root, _NICS.relative_to("/"))
     nics = tuple(_nic(folder) for folder in _listed(devices))
     cards = sorted(folder for folder in _listed(base / "bus/pci/devices") if _is_gpu(folder))
     gpus = tuple(Gpu(f"GPU{number}", card.name.lower()) for number, card in enumerate(cards))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tensorlift.forking.fabrics import Wiring, wired
+from tensorlift.forking.fabrics import Wiring
 from tensorlift.forking.links import link_rate
 from tensorlift.forking.nics import chosen
 from tensorlift.forking.throttle import parse_limit
@@ -44,4 +44,4 @@ def ways_of(
         rate = parse_limit(limit, "limit", lambda: nics.rate, f"a fork's share is of its NICs: {nics.reason}")
     else:
         rate = parse_limit(limit, "limit", lambda: nics.rate or link_rate(host))
-    return Ways(kinds, wired(nics.names, protocol), rate)
+    return Ways(kinds, nics.wiring(protocol), rate)

@@ -195,8 +195,6 @@ def _check_ways(made: ForkSettings) -> None:
             f"protocol is {quote(protocol)}, and no transport here ({', '.join(transports)}) takes one; name "
             "mooncake or nixl in transports, or leave protocol out"
         )
-    if protocol not in _PROTOCOLS:
-        raise OptionError(f"protocol is {quote(protocol)}; expected one of {', '.join(_PROTOCOLS[1:])}")
     if not (_with_nics(transports) or made.devices or _is_share(made.limit)):
         return
     from tensorlift.forking.ways import ways_of
@@ -318,8 +316,6 @@ def _publish(value: object, name: str) -> Publish | None:
     )
 
 
-# What is documented of Mooncake and NIXL; both take any word until they begin.
-_PROTOCOLS = ("", "rdma", "efa", "tcp")
 _Parse = Callable[[object, str], Any]
 _PUBLISH_PARSERS: Mapping[str, _Parse] = {
     "host": _text,
