@@ -1,6 +1,6 @@
 """What a seed says over HTTP: its manifest, and leases. Weights never pass here.
 
-    GET    /v1/manifest       gzip, with an ETag that is another one in each epoch
+    GET    /v1/manifest       gzip
     GET    /v1/state          {"instance", "epoch"}
     POST   /v1/leases         {"seconds"} -> {"id", "epoch", "seconds"}
     POST   /v1/leases/ID      the same, for longer
@@ -185,11 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/state":
             self._send(200, msgspec.json.encode(self.seed.state()))
         elif self.path == "/v1/manifest":
-            tag, body = self.seed.manifest()
-            if self.headers.get("If-None-Match") == tag:
-                self._send(304, more={"ETag": tag})
-            else:
-                self._send(200, body, {"ETag": tag, "Content-Encoding": "gzip"})
+            self._send(200, self.seed.manifest(), {"Content-Encoding": "gzip"})
         elif self.path == _RANKS:
             self._send(200, msgspec.json.encode(RanksAnswer(self.seed.ranks.ranks(time.monotonic()))))
         elif self.path == "/metrics":
@@ -258,7 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status, http.HTTPStatus(status).phrase)
         for name, value in (more or {}).items():
             self.send_header(name, value)
-        if status not in (204, 304):
+        if status != 204:
             self.send_header("Content-Length", str(len(body)))
         if close:
             self.send_header("Connection", "close")

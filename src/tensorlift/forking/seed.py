@@ -186,11 +186,10 @@ class Seed:
             layout=layout_digest(offering.tensors), transports=self._served.offers, off=self.off,
             regions=offering.regions, tensors=offering.tensors, digests=dict(digests),
         )  # fmt: skip
-        tag = f'"{self.instance}-{manifest.epoch}{"-digests" if digests else ""}"'
-        self._manifest = (tag, encode(manifest))
+        self._manifest = encode(manifest)
 
-    def manifest(self) -> tuple[str, bytes]:
-        """(ETag, compressed manifest) of this epoch."""
+    def manifest(self) -> bytes:
+        """Of this epoch, compressed."""
         with self._changed:
             return self._manifest
 
