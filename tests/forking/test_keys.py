@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -85,6 +86,14 @@ def test_keys_in_messages() -> None:
     assert what_is_there(keys, ModelKey(model="m", tp=(3, 4))) == (
         "'m' (target, tp 0 of 2), 'm' (target, tp 1 of 2); its tp is 2, not 4, and a fork does not split "
         "weights anew"
+    )
+    mine = ModelKey(model="o/m", processed=False)
+    assert what_is_there([mine], ModelKey(model="o/m")) == (
+        "'o/m' (target, not processed); key=ModelKey(model='o/m', processed=False) is that one"
+    )
+    part = ModelKey(model="o/m", tp=(1, 2))
+    assert what_is_there([part], msgspec.structs.replace(part, processed=False)).endswith(
+        "; key=ModelKey(model='o/m', tp=(1, 2)) is that one"
     )
     many = [ModelKey(model=f"m{k}") for k in range(30)]
     assert what_is_there(many, ModelKey(model="x", tp=(0, 2))).endswith("'m19' (target) and 10 more")

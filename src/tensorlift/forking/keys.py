@@ -117,4 +117,15 @@ def what_is_there(keys: Iterable[ModelKey], wanted: ModelKey) -> str:
         if sizes and size not in sizes:
             there = " or ".join(str(one) for one in sorted(sizes))
             text += f"; its {name} is {there}, not {size}, and a fork does not split weights anew"
+    other = msgspec.structs.replace(wanted, processed=not wanted.processed)
+    if other in found:
+        text += f"; key={_written(other)} is that one"
     return text
+
+
+def _written(key: ModelKey) -> str:
+    """As a caller writes it."""
+    fields = msgspec.structs.fields(ModelKey)
+    given = [(one.name, getattr(key, one.name)) for one in fields if getattr(key, one.name) != one.default]
+    said = (f"{name}={quote(value) if isinstance(value, str) else value}" for name, value in given)
+    return f"ModelKey({', '.join(said)})"
