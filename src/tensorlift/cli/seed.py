@@ -113,7 +113,7 @@ def command(
             facts |= {"key": model.model, "transports": seed.transports, "off": seed.off}
             facts |= {"url": seed.url, "source": url_of(seed.url, model.model)}
             if known is not None:
-                made = announce(seed, known, near)
+                made = announce(seed, known, near, is_told=True)
                 why = "no transport is there" if made is None else made.problem(_ANNOUNCING_SECONDS)
                 facts |= {"registry": known.url, "announced": not why, "why_not": why}
             _print(facts, as_json)

@@ -17,13 +17,15 @@ __all__ = ["Announced", "announce"]
 _log = logging.getLogger("tensorlift")
 
 
-def announce(seed: Seed, registry: Registry, near: Near) -> Announced | None:
-    """Announces a seed from now on to its end; None where forks would be sent to it in vain."""
+def announce(seed: Seed, registry: Registry, near: Near, is_told: bool = False) -> Announced | None:
+    """Announces a seed from now on to its end; None where forks would be sent to it in vain. ``is_told``: the
+    caller says what problem() was at first, see Saying.
+    """
     if not seed.transports:
         _log.warning("a seed of %s is not announced: no transport is there", seed.key.model)
         registry.close()
         return None
-    made = Announced(seed, registry, near)
+    made = Announced(seed, registry, near, is_told)
     seed.follow(made)
     return made
 
@@ -31,12 +33,12 @@ def announce(seed: Seed, registry: Registry, near: Near) -> Announced | None:
 class Announced:
     """From its beginning until close() the seed is announced, whenever the registry is there."""
 
-    def __init__(self, seed: Seed, registry: Registry, near: Near) -> None:
+    def __init__(self, seed: Seed, registry: Registry, near: Near, is_told: bool = False) -> None:
         """Waits for nobody: a registry that is down stops no seed. Closes the registry."""
         self._seed, self._registry, self._near = seed, registry, near
         self._known: Announcement | None = None
         self._sent, self._at = 0, time.monotonic()
-        self._saying = Saying(self._say, f"{seed!r} is not announced")
+        self._saying = Saying(self._say, f"{seed!r} is not announced", is_told)
 
     def changed(self) -> None:
         """The seed has something to tell: who waits for it waits no longer than he must."""

@@ -69,6 +69,8 @@ class SeedFinder:
                     del self._keys[0]
                     self._left.clear()
                     continue
+                if problem.answered:
+                    self._tell("waiting")
                 pause = None if problem.answered else _DOWN_REST
                 if problem.retry_seconds is not None:
                     pause = max(problem.retry_seconds, _LEAST_REST)
@@ -114,10 +116,15 @@ class SeedFinder:
         return report
 
     def _tell(self, state: State) -> None:
-        if self._state != state:
-            self._state = state
-            if self._saying is not None:
-                self._saying.news()
+        """From the registry's first answer on: that it does not answer is what seeds() raises."""
+        before, self._state = self._state, state
+        if self._saying is None:
+            self._saying = Saying(
+                lambda: self._registry.report(self._report(self._state)) / 3,
+                "a registry is not told of a fork",
+            )
+        elif before != state:
+            self._saying.news()
 
     def _report(self, state: State, reason: str = "") -> ForkReport:
         done, total = self._bytes
@@ -127,13 +134,12 @@ class SeedFinder:
         )  # fmt: skip
 
     def __enter__(self) -> SeedFinder:
-        self._saying = Saying(
-            lambda: self._registry.report(self._report(self._state)) / 3, "a registry is not told of a fork"
-        )
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        assert self._saying is not None
+        if self._saying is None:
+            self._registry.close()
+            return
         reason = "" if error is None else clean(str(error) or type(error).__name__)[:_LONGEST_REASON]
         report = self._report("done" if error is None else "failed", reason)
         self._saying.close(lambda: self._end_with(report))

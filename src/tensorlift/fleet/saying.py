@@ -23,9 +23,11 @@ _log = logging.getLogger("tensorlift")
 class Saying:
     """From its beginning until close(). What goes wrong is logged once, and tried again."""
 
-    def __init__(self, say: Callable[[], float], what: str) -> None:
-        """``say``: returns the seconds after which it should be called again; ``what``: for the log."""
-        self._say, self._what = say, what
+    def __init__(self, say: Callable[[], float], what: str, is_told: bool = False) -> None:
+        """``say``: returns the seconds after which it should be called again; ``what``: for the log;
+        ``is_told``: who began it says by itself what problem() was at first, and the log does not.
+        """
+        self._say, self._what, self._is_told = say, what, is_told
         self._state = threading.Condition()
         self._ending, self._news = False, True
         self._last: Callable[[], None] = lambda: None
@@ -70,7 +72,7 @@ class Saying:
                 rest = min(max(_SHORTEST_REST, self._say()), _LONGEST_REST)
             except TensorliftError as error:
                 rest = min(_FIRST_BACKOFF * 2**self._failures, _LAST_BACKOFF)
-                if not self._failures:
+                if not self._failures and not (self._is_told and self.was_heard is None):
                     _log.warning("%s: %s; this is tried again", self._what, error)
                 self._failures, self._problem = min(self._failures + 1, 10), str(error)
             else:

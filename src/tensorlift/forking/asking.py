@@ -123,7 +123,8 @@ class HttpClient:
             scheme, other = ("http", "https") if self._context is None else ("https", "http")
             raise SeedError(
                 f"{self.url} cannot be reached: {said}{self._named}; look whether the {self.what} runs, "
-                f"listens on an address that this host reaches (host=), and answers at {scheme}://, not {other}://",
+                f"listens on an address that this host reaches (host=, --host), and answers at {scheme}://, "
+                f"not {other}://",
                 answered=False,
             ) from None
         finally:
