@@ -210,6 +210,22 @@ def test_a_seed_without_transports_is_not_announced(
         assert seed._followers == []
 
 
+def test_the_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command line and the engines have it; what is given goes before it."""
+    made = {"a": torch.ones(3)}
+    monkeypatch.setenv("TENSORLIFT_TOKEN", "from-there")
+    with tensorlift.seed(made, key="m", host="0.0.0.0") as seed:
+        assert seed.token == "from-there"
+        url = seed.url.replace("0.0.0.0", "127.0.0.1")
+        into = {"a": torch.zeros(3)}
+        tensorlift.fork(url, into=into)
+        assert torch.equal(into["a"], made["a"])
+        with pytest.raises(tensorlift.SeedError, match="does not take this token"):
+            tensorlift.fork(url, into=into, token="another")
+    with tensorlift.seed(made, key="m", token="given") as seed:
+        assert seed.token == "given"
+
+
 SECRETIVE = [
     "http://me:geheim@127.0.0.1:9/x",
     "http://me:pass/geheim@127.0.0.1:9",

@@ -8,20 +8,20 @@ from typing import Any
 
 from tensorlift.errors import OptionError
 from tensorlift.fleet.announcing import announce
-from tensorlift.fleet.contract import MOST_CANDIDATES, near_of
+from tensorlift.fleet.contract import MOST_CANDIDATES, WAIT_SECONDS, near_of
 from tensorlift.fleet.finding_seeds import SeedFinder
 from tensorlift.fleet.naming import FORMS, announced_at, registry_of
+from tensorlift.forking.encryption import Ca
 from tensorlift.forking.fork import Forked, fork_into
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
 from tensorlift.forking.sglang import fork_from_sglang, is_sglang
+from tensorlift.forking.tokens import token_of
 from tensorlift.options import parse_count, parse_seconds
 from tensorlift.progress import Report, SourceReport, by_source, reporter
 
-__all__ = ["fork", "seed"]
-
-_WAIT_SECONDS = 300.0
+__all__ = ["finder_of", "fork", "seed"]
 
 
 def seed(
@@ -41,8 +41,9 @@ def seed(
 
     model: a torch.nn.Module (parameters, buffers, derived tensors) or a dict of tensors. key: which weights
     they are; the name of a model stands for ModelKey(model=name), a whole one. token: what forks have to
-    know; needed where host is not loopback. limit: such as "2GB/s", or "25%" of the network's rate. join: the
-    URL of another seed, behind which this one stands as another rank or role.
+    know, else what TENSORLIFT_TOKEN says; needed where host is not loopback. limit: such as "2GB/s", or "25%"
+    of the network's rate. join: the URL of another seed, behind which this one stands as another rank or
+    role.
 
     registry: where it announces itself (docs/fleet.md), by the same token; one that is down stops no seed.
     registry_ca: whom a registry at https:// is trusted by. place: where this is, "zone-1/rack-12", else what
@@ -51,7 +52,7 @@ def seed(
     """
     if registry is None and (place, registry_ca) != (None, None):
         raise OptionError("place and registry_ca are for a registry, and none was given")
-    near = near_of(place)
+    near, token = near_of(place), _token(token)
     known = None if registry is None else announced_at(registry, checked_token(token), registry_ca)
     made = Seed(model, key, host=host, port=port, token=token, limit=limit, **options)
     if known is not None:
@@ -69,43 +70,69 @@ def fork(
     registry: str | Sequence[str] | None = None,
     place: str | None = None,
     seeds: int = 1,
-    wait: float = _WAIT_SECONDS,
+    wait: float = WAIT_SECONDS,
     **options: Any,
 ) -> Forked:
     """Fills the tensors of a model from a running instance.
 
     source: the URL of a seed, or of several with the same weights, of which all are read at once; or
     sglang+http://host:port, a server of SGLang (docs/fork.md). into: a torch.nn.Module or a dict of tensors,
-    with the names, dtypes, shapes and strides of the seed's. key: which weights of the instance are wanted
-    (rank, role); without it those of the seed itself. progress: a bar on stderr, or a function that is called
-    with (bytes done, bytes in all), and with by_source, bytes by URL and "files", if it has a parameter of
-    that name.
+    with the names, dtypes, shapes and strides of the seed's. token: the seed's, else what TENSORLIFT_TOKEN
+    says. key: which weights of the instance are wanted (rank, role); without it those of the seed itself.
+    progress: a bar on stderr, or a function that is called with (bytes done, bytes in all), and with
+    by_source, bytes by URL and "files", if it has a parameter of that name.
 
     registry: instead of a source, who knows seeds of the key (docs/fleet.md). place: see seed(). seeds: how
     many of them are read at once. wait: seconds that one with room is waited for. Other options are those of
     forking.fork.fork_into. Raises ForkError, SeedError, ManifestError, RequestError, OptionError; after an
     error the contents of the tensors are undefined.
     """
-    if (source is None) == (registry is None):
-        raise OptionError(f"a fork wants either the URL of a seed or a registry: {FORMS}")
-    if registry is None and (place, seeds, wait) != (None, 1, _WAIT_SECONDS):
-        raise OptionError("place, seeds and wait are for a registry, and none was given")
     fill = fork_from_sglang if isinstance(source, str) and is_sglang(source) else fork_into
     _check_names(options, fill)
+    token, keys = _token(token), None if key is None else [checked_key(key)]
+    secret, ca = checked_token(token), options.get("ca")
+    asked = finder_of(source, registry, keys, secret, ca, place, seeds, wait)
     with reporter(progress) as report:
         if fill is fork_from_sglang:
             return fork_from_sglang(into, str(source), token=token, key=key, progress=report, **options)
-        if source is not None:
+        if asked is None:
+            assert source is not None
             return fork_into(into, source, token=token, key=key, progress=report, **options)
-        if key is None:
-            raise OptionError("a registry is asked by a key: give key=, the name of a model or a ModelKey")
-        near, wait = near_of(place), parse_seconds(wait, "wait")
-        count, wanted = parse_count(seeds, "seeds", MOST_CANDIDATES), checked_key(key)
-        assert registry is not None
-        known = registry_of(registry, checked_token(token), options.get("ca"))
-        with SeedFinder(known, [wanted], near, count, wait) as asked:
+        with asked:
             told = asked.progress(by_source(report))
-            return fork_into(into, asked.seeds, token=token, key=wanted, progress=told, **options)
+            return fork_into(into, asked.seeds, token=token, key=asked.key, progress=told, **options)
+
+
+def finder_of(
+    source: str | Sequence[str] | None,
+    registry: str | Sequence[str] | None,
+    keys: Sequence[ModelKey] | None,
+    token: str,
+    ca: Ca | None,
+    place: str | None,
+    seeds: int,
+    wait: float,
+) -> SeedFinder | None:
+    """Who finds the seeds of a fork; None where the source names them. keys: that will do, see SeedFinder;
+    token: "" for none; all else as of fork(). Asks nobody yet. Raises OptionError, RequestError.
+    """
+    if (source is None) == (registry is None):
+        raise OptionError(f"a fork wants either the URL of a seed or a registry: {FORMS}")
+    if registry is None:
+        if (place, seeds, wait) != (None, 1, WAIT_SECONDS):
+            raise OptionError("place, seeds and wait are for a registry, and none was given")
+        return None
+    if keys is None:
+        raise OptionError(
+            "a registry is asked by a key: give key (--key), the name of a model or a whole one"
+        )
+    near, wait = near_of(place), parse_seconds(wait, "wait")
+    count = parse_count(seeds, "seeds", MOST_CANDIDATES)
+    return SeedFinder(registry_of(registry, token, ca), keys, near, count, wait)
+
+
+def _token(given: str | None) -> str | None:
+    return token_of() or None if given is None else given
 
 
 def _check_names(given: Mapping[str, object], function: Callable[..., object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import tensorlift
+from support import one_sided as support
 from support.checkpoints import Written, random_checkpoint
 from support.seeds import nobody
 from support.tensors import assert_state
@@ -168,3 +170,39 @@ def test_the_bar_names_the_source(url: str, tmp_path: Path) -> None:
     code, _, err = run("fork", url, "--out", tmp_path / "out", "--progress")
     assert code == 0
     assert f"from {url}" in err
+
+
+def test_by_which_transport_is_said(url: str, tmp_path: Path) -> None:
+    """And why by none that is better, of those that were named."""
+    support.need("mooncake")
+    given = ("fork", url, "--transports", "mooncake,tcp", "--protocol", "tcp", "--out", tmp_path / "out")
+    how = "tcp; not mooncake: the seed does not offer it"
+    code, out, err = run(*given)
+    assert (code, err, f"\n{url}: by {how}\n" in out) == (0, "", True)
+    code, out, _ = run(*given, "--force", "--json")
+    assert (code, json.loads(out)["transports"]) == (0, {url: how})
+
+
+def test_others_behind_a_url(tmp_path: Path) -> None:
+    """By the whole key, or by the name of a model: what a checkpoint has, else what an engine holds."""
+    rank = ModelKey(model="org/model", tp=(1, 2))
+    seeds = {
+        '{"model": "org/model", "tp": [1, 2]}': (rank, 1),
+        "org/draft": (ModelKey(model="org/draft", processed=False), 2),
+        "org/held": (ModelKey(model="org/held"), 3),
+    }
+    with contextlib.ExitStack() as stack:
+        front = stack.enter_context(Seed({"a": torch.zeros(3)}, KEY)).url
+        for key, value in seeds.values():
+            stack.enter_context(Seed({"a": torch.full((3,), float(value))}, key, join=front))
+        for text, (_, value) in seeds.items():
+            out = tmp_path / str(value)
+            assert run("fork", front, "--key", text, "--out", out)[0] == 0
+            assert load_file(out / "model.safetensors")["a"].tolist() == [value] * 3
+        code, _, err = run("fork", front, "--key", "other", "--out", tmp_path / "none")
+        assert code == 4
+        assert "does not have 'other' (target, not processed); there is 'org/model'" in err
+        code, _, err = run("fork", front, "--place", "z", "--out", tmp_path / "none")
+        assert (code, "place, seeds and wait are for a registry" in err) == (2, True)
+    code, _, err = run("fork", front, "--key", "org/draft", "--out", tmp_path / "none")
+    assert (code, err.count("cannot be reached")) == (4, 1)

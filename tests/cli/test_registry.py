@@ -146,7 +146,7 @@ def test_forks_of_what_an_engine_holds(tmp_path: Path) -> None:
         assert (code, err.count("it knows none")) == (4, 1)
         assert "'other' (target): it knows none; there is 'org/model' (target" in err
         code, _, err = run("fork", "--registry", server.url, "--out", tmp_path / "no")
-        assert (code, "--key MODEL, as the seed calls it" in err) == (2, True)
+        assert (code, "a registry is asked by a key: give key (--key)" in err) == (2, True)
 
 
 def test_a_fork_tells_the_registry_what_it_does(tmp_path: Path) -> None:
@@ -201,17 +201,17 @@ def test_what_a_fork_is_asked_wrongly(tmp_path: Path) -> None:
     url, out = nobody(), ("--out", tmp_path / "no")
     for given in ((), (url, "--registry", url)):
         code, _, err = run("fork", *given, *out)
-        assert (code, "expected either the URL of a seed or --registry, with --key" in err) == (2, True)
-    for more in (("--key", "m"), ("--place", "z"), ("--seeds", 2), ("--wait", 3)):
+        assert (code, "a fork wants either the URL of a seed or a registry: http" in err) == (2, True)
+    for more in (("--place", "z"), ("--seeds", 2), ("--wait", 3)):
         code, _, err = run("fork", url, *more, *out)
-        assert (code, "--key, --place, --seeds and --wait are for --registry" in err) == (2, True)
+        assert (code, "place, seeds and wait are for a registry, and none was given" in err) == (2, True)
     for wrong, message in (
         (("--key", "{"), "--key is no key in JSON"),
         (("--key", '{"tp": [0, 1]}'), "key is none: Object missing required field `model`"),
         (("--key", '{"model": "m", "tp": [2, 1]}'), "key has rank 2 of 1 in tp"),
         (("--key", '{"model": "m", "engin": "x"}'), "key has 'engin'; a key has model, revision"),
-        (("--key", "m", "--seeds", 65), "--seeds is 65"),
-        (("--key", "m", "--wait", 0), "--wait is 0"),
+        (("--key", "m", "--seeds", 65), "seeds is 65"),
+        (("--key", "m", "--wait", 0), "wait is 0"),
         (("--key", "m", "--transports", "x"), "transports is ['x']"),
         (("--key", "m", "--limit", "fast"), "limit is 'fast'"),
         (("--key", "m", "--devices", "mlx5_0"), "no transport here takes NICs"),
@@ -233,3 +233,13 @@ def test_a_seed_without_tls_where_some_are_trusted(tmp_path: Path) -> None:
     code, _, err = run("fork", *given)
     assert (code, "error: SeedError" in err, f"{url} is read without TLS" in err) == (4, True, True), err
     assert "it knows no other than the 1 seed that failed" in err
+
+
+def test_a_registry_that_is_down_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the error, not in the log before it too."""
+    monkeypatch.setattr("tensorlift.fleet.finding_seeds._DOWN_SECONDS", 0.05)
+    code, _, err = run("fork", "--registry", nobody(), "--key", "m", "--out", tmp_path / "out")
+    assert (code, err.count("cannot be reached"), caplog.messages) == (4, 1, [])
+    assert "(host=, --host)" in err

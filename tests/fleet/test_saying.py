@@ -65,7 +65,7 @@ def test_failures_are_told_once_and_news_do_not_hurry_them(
         # Who says by himself what problem() was is told by the log of what comes behind that alone.
         one = Saying(Told(None, None, 0.01, None, 600.0), "what", is_told=True)
         until(lambda: len(caplog.messages) == 3)
-        one.close()
+        one.close(lambda: None)
     heard, again = "what: it is heard again", "what: nobody is there; this is tried again"
     assert caplog.messages == [heard, again, heard]
     monkeypatch.setattr(saying, "_FIRST_BACKOFF", 600.0)

@@ -15,7 +15,8 @@ import typer
 from tensorlift.cli.console import guarded, told
 from tensorlift.cli.interrupts import at_once
 from tensorlift.cli.options import AS_JSON, DEVICES, PLACE, PROGRESS, PROTOCOL, TOKEN_FILE, TRANSPORTS, words
-from tensorlift.errors import ForkError, OptionError
+from tensorlift.errors import ForkError, OptionError, SeedError
+from tensorlift.fleet.contract import WAIT_SECONDS
 from tensorlift.forking.tokens import token_of
 from tensorlift.format.quoting import clean, plural
 from tensorlift.progress import SourceReport, by_source, reporter
@@ -33,8 +34,6 @@ __all__ = ["command"]
 
 # Of tensors that are forked together: enough that asking costs nothing.
 _TOGETHER_BYTES = 256 << 20
-# As tensorlift.fork().
-_WAIT_SECONDS = 300.0
 
 _URLS = typer.Argument(
     None,
@@ -43,7 +42,9 @@ _URLS = typer.Argument(
     "tensorlift://host:port/key to be sure which.",
 )
 _CA = typer.Option(
-    None, metavar="FILE", help="Certificates (PEM) that a seed under TLS is trusted by; else the system's."
+    None,
+    metavar="FILE",
+    help="Certificates (PEM) that seeds and a registry under TLS are trusted by; else the system's.",
 )
 _REGISTRY = typer.Option(
     None,
@@ -54,11 +55,11 @@ _REGISTRY = typer.Option(
 _KEY = typer.Option(
     None,
     metavar="MODEL",
-    help="What a registry is asked for: the name of a model, or a whole key as JSON, such as "
-    '{"model": "org/model", "tp": [0, 2]}.',
+    help="Which weights, of those behind a URL or that a registry knows: the name of a model, or a whole key "
+    'as JSON, such as {"model": "org/model", "tp": [0, 2]}.',
 )
 _WAIT = typer.Option(
-    _WAIT_SECONDS, metavar="SECONDS", help="How long one with room is waited for, of a registry."
+    WAIT_SECONDS, metavar="SECONDS", help="How long one with room is waited for, of a registry."
 )
 _LIMIT = typer.Option(
     None, metavar="RATE", help='The most that it reads: "2GB/s", or "25%" of its NICs; else all.'
@@ -85,15 +86,12 @@ def command(
     as_json: bool = AS_JSON,
 ) -> None:
     """Take the tensors of a running instance, or of several alike, and write them as safetensors files."""
-    if bool(urls) == (registry is not None):
-        raise OptionError("expected either the URL of a seed or --registry, with --key")
-    if registry is None and (key, place, seeds, wait) != (None, None, 1, _WAIT_SECONDS):
-        raise OptionError("--key, --place, --seeds and --wait are for --registry, and none is given")
     token = token_of(token_file)
     with at_once():
         from tensorlift.forking.encryption import fork_context
         from tensorlift.forking.transports import FORKED
         from tensorlift.forking.ways import ways_of
+        from tensorlift.instances import finder_of
 
     ways: dict[str, Any] = {
         "transports": words(transports) or FORKED, "devices": words(devices), "protocol": protocol,
@@ -103,11 +101,13 @@ def command(
     ways_of(**ways)
     begin = time.perf_counter()
     trusted = None if ca is None else fork_context(ca)
+    keys = None if key is None else _keys(key)
+    asked = finder_of(urls or None, registry, keys, token, trusted, place, seeds, wait)
     taking, left = _Taking(out, not force, token, trusted, progress, ways), dict[str, str]()
-    if registry is None:
-        seed, case = taking.all_of(urls or ())
+    if asked is None:
+        seed, case = taking.all_of(urls or (), keys or [None])
     else:
-        with _asked(registry, key, token, trusted, place, seeds, wait) as asked:
+        with asked:
             seed, case = _of_whom_it_names(asked, taking, left)
     left |= seed.left
     _print(
@@ -118,6 +118,7 @@ def command(
             "tensors": case.tensors,
             "bytes": case.nbytes,
             "by_source": seed.by_source,
+            "transports": seed.transports,
             "left": [f"{url}: {why}" for url, why in left.items()],
             "files": [file.name for file in case.files],
             "seconds": time.perf_counter() - begin,
@@ -138,17 +139,31 @@ class _Taking:
     ways: dict[str, Any]
 
     def all_of(
-        self, urls: Sequence[str], key: ModelKey | None = None, asked: SeedFinder | None = None
+        self, urls: Sequence[str], keys: Sequence[ModelKey | None], asked: SeedFinder | None = None
     ) -> tuple[SeedCheckpoint, Case]:
-        """From these seeds, whole or not at all; ``asked`` is told how far it is. Raises ForkError."""
-        from tensorlift.forking.remote import SeedCheckpoint, source_of
-
-        sources = [source_of(url) for url in urls]
-        seed = SeedCheckpoint(sources, self.token, ca=self.ca, as_it_is=True, key=key, **self.ways)
+        """From these seeds, or others behind them, that have the first of the keys that is there; whole or
+        not at all. ``asked`` is told how far it is. Raises ForkError.
+        """
+        seed = self._seed(urls, keys)
         what = f"from {len(urls)} seeds" if len(urls) > 1 else f"from {seed.client.url}"
         with told(self.progress, what) as bar, reporter(bar) as report:
             tell = by_source(report) if asked is None else asked.progress(by_source(report))
             return seed, _written(seed, self.out, tell, self.keep)
+
+    def _seed(self, urls: Sequence[str], keys: Sequence[ModelKey | None]) -> SeedCheckpoint:
+        from tensorlift.forking.remote import SeedCheckpoint, source_of
+
+        sources, first = [source_of(url) for url in urls], None
+        for key in keys:
+            try:
+                return SeedCheckpoint(sources, self.token, ca=self.ca, as_it_is=True, key=key, **self.ways)
+            except SeedError:
+                raise
+            except ForkError as error:
+                # It names all that is there.
+                first = first or error
+        assert first is not None
+        raise first
 
 
 def _of_whom_it_names(
@@ -162,32 +177,10 @@ def _of_whom_it_names(
         found = asked.seeds(error)
         try:
             clients = clients_of(found, lambda url: SeedClient(url, ca=taking.ca), left)
-            return taking.all_of([client.url for client in clients], asked.key, asked)
+            return taking.all_of([client.url for client in clients], [asked.key], asked)
         except ForkError as problem:
             error = problem
             left |= {url: str(problem).removeprefix(url).lstrip(": ") for url in found}
-
-
-def _asked(
-    registry: str,
-    key: str | None,
-    token: str,
-    ca: SSLContext | None,
-    place: str | None,
-    seeds: int,
-    wait: float,
-) -> SeedFinder:
-    """Raises OptionError, RequestError."""
-    from tensorlift.fleet.contract import MOST_CANDIDATES, near_of
-    from tensorlift.fleet.finding_seeds import SeedFinder
-    from tensorlift.fleet.naming import registry_of
-    from tensorlift.options import parse_count, parse_seconds
-
-    if key is None:
-        raise OptionError("a registry is asked by a key: --key MODEL, as the seed calls it")
-    keys, near = _keys(key), near_of(place)
-    count, wait = parse_count(seeds, "--seeds", MOST_CANDIDATES), parse_seconds(wait, "--wait")
-    return SeedFinder(registry_of(registry, token, ca), keys, near, count, wait)
 
 
 def _keys(text: str) -> list[ModelKey]:
@@ -242,5 +235,7 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
         f"{human_bytes(nbytes)}, {plural(len(facts['files']), 'file')}\n"
         f"{came} in {seconds:.2f} s: {human_bytes(nbytes / seconds)}/s"
     )
+    for url, how in facts["transports"].items():
+        print(f"{url}: by {clean(how)}")
     for text in facts["left"]:
         print(f"left behind: {clean(text)}")

@@ -24,6 +24,7 @@ __all__ = [
     "MOST_WITHOUT",
     "PLACE_VARIABLE",
     "SENT_SECONDS",
+    "WAIT_SECONDS",
     "Announcement",
     "Candidates",
     "ForkReport",
@@ -42,6 +43,8 @@ __all__ = [
 
 LONGEST_BODY = 16_384
 """Bytes of anything that a registry is told."""
+WAIT_SECONDS = 300.0
+"""For a seed that has room, where a fork says nothing else."""
 MOST_CANDIDATES = 64
 MOST_WITHOUT = 100
 LEASE_SECONDS = 15.0

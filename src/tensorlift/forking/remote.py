@@ -128,6 +128,8 @@ class SeedCheckpoint(Checkpoint):
 
         self.left: dict[str, str] = {}
         """Seeds that are not read any more, by URL, and why."""
+        self.transports: dict[str, str] = {}
+        """By which transport each seed was read, by URL, and why not by a better one."""
         seeds = alike(list(named), key, look, self.left)
         self._seen = {seed.name: seed.manifest for seed in seeds}
         self.client, self.token, self._ca, self._ways = seeds[0].client, token, ca, ways
@@ -226,6 +228,7 @@ class SeedCheckpoint(Checkpoint):
         )  # fmt: skip
         self._coming = came.by_source
         self._came, self._coming = self.by_source, {}
+        self.transports |= came.transports
         gone = dict(text.split(": ", 1) for text in came.left)
         if len(gone) < len(asked):
             # They are not asked again for each part, where somebody else is there.
