@@ -25,7 +25,7 @@ FOOT = """
 
 | variable | meaning |
 | --- | --- |
-| `TENSORLIFT_TOKEN` | what a seed asks for, of `tensorlift://` paths and of `seed` and `fork`, in Python too |
+| `TENSORLIFT_TOKEN` | what a seed asks for, of `tensorlift://` paths and of `seed` and `fork` everywhere |
 | `TENSORLIFT_PLACE` | where this process is, for registries: `zone-1/rack-12` ([fleets](fleet.md)) |
 | `TENSORLIFT_LIBRARY` | path of the native library to use instead of the package's own |
 | `TENSORLIFT_DEBUG` | `1`: the command line shows the traceback of an error |

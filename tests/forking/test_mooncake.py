@@ -175,8 +175,8 @@ def fake(plain: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
         (ANY, {"MC_FORCE_HCA": "1"}, ("rdma", "")),
         (ANY, {"MC_FORCE_TCP": "1", "MOONCAKE_DEVICE": "mlx5_2"}, ("tcp", "mlx5_2")),
         (Wiring("rdma", ("mlx5_1",)), {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}, ("rdma", "mlx5_1")),
-        (Wiring("", ("mlx5_1:1",), is_named=False), {"MOONCAKE_PROTOCOL": "tcp"}, ("tcp", "")),
-        (Wiring("", ("mlx5_1:1",), is_named=False), {"MC_FORCE_TCP": "1"}, ("tcp", "")),
+        (Wiring("", ("mlx5_1:1",)), {"MOONCAKE_PROTOCOL": "tcp"}, ("tcp", "")),
+        (Wiring("", ("mlx5_1:1",)), {"MC_FORCE_TCP": "1"}, ("tcp", "")),
     ],
 )
 def test_options_go_before_variables(
@@ -201,7 +201,7 @@ def test_a_nic_that_is_there_is_meant(plain: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_devices_mean_nothing_over_tcp(fake: Engine) -> None:
     with pytest.raises(FabricError, match="over tcp Mooncake lets nobody choose mlx5_1"):
-        Mooncake(Wiring("tcp", ("mlx5_1:1",)), HOST)
+        Mooncake(Wiring("tcp", ("mlx5_1:1",), is_named=True), HOST)
 
 
 def test_a_protocol_that_there_is_not(fake: Engine, plain: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ def test_engines_are_told_the_active_port_and_who_chose(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.nic("a0", "pci0000:00/0000:00:10.0", ports={1: ("1: DOWN", ""), 2: ("4: ACTIVE", "")})
     tree = read_tree(str(tmp_path))
-    assert choose(["a0"], 0, None, tree).wiring("rdma") == Wiring("rdma", ("a0:2",))
-    assert choose(None, 0, None, tree).wiring("") == Wiring("", ("a0:2",), is_named=False)
+    assert choose(["a0"], 0, None, tree).wiring("rdma") == Wiring("rdma", ("a0:2",), is_named=True)
+    assert choose(None, 0, None, tree).wiring("") == Wiring("", ("a0:2",))
     assert choose(["a0"], 0, None, tree).wiring("").names == ("a0",)
 
 
@@ -183,7 +183,7 @@ def test_over_tcp_none_is_chosen() -> None:
     assert chosen(["mlx5_8"], ("mooncake",), 0, "GPU0", environ=said).names == ("mlx5_8",)
     # NIXL is not told, and has use for one; Mooncake leaves it out.
     both = chosen(None, ("mooncake", "nixl"), 0, "GPU0", environ=said)
-    assert both.wiring("") == Wiring("", ("mlx5_1:1",), is_named=False)
+    assert both.wiring("") == Wiring("", ("mlx5_1:1",))
     assert chosen(None, ("mooncake",), 0, "GPU0", "rdma", said).names == ("mlx5_1",)
     rdma = {"MOONCAKE_PROTOCOL": "rdma"}
     assert chosen(None, ("mooncake",), 0, "GPU0", environ=rdma).names == ("mlx5_1",)

@@ -52,7 +52,7 @@ class Wiring(NamedTuple):
     protocol: str = ""
     devices: tuple[str, ...] = ()
     """NICs as UCX has them: "mlx5_1:1" is port 1 of one for RDMA, "eth0" an interface."""
-    is_named: bool = True
+    is_named: bool = False
     """Somebody has named the devices: an engine that has no use for them says so. Others are left out."""
 
     @property
