@@ -119,7 +119,7 @@ def other_weights() -> None:
         instance="0" * 32, epoch=0, key=ModelKey(model="m"), layout=layout_digest(tensors),
         regions=(Region(10),), tensors=tensors,
     )  # fmt: skip
-    wanted = Wanted(None, Offering((), (), ()), ("tcp",), None, True)
+    wanted = Wanted(None, Offering((), (), ()), ("tcp",), None, True, lambda _: "")
     _check(SeedClient(SEED), theirs, wanted, [Layout("layer.weight", "float16", (4,), (1,))])
 
 
