@@ -23,7 +23,7 @@ from tensorlift.plan.pieces import new_pieces
 # Threads that wait, work and end; a device; both ends of chunks.
 FEW = (
     "tests/engine/test_engine.py",
-    "tests/device_standin/test_keep_pinned.py",
+    "tests/device_standin/test_keep_pinned.py::test_threads_that_load_at_once",
     "tests/forking/test_sender.py",
 )
 NBYTES = 20_000_000
