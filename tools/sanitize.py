@@ -16,9 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.native_build import SANITIZERS, VARIABLE, sanitized  # type: ignore[import-not-found]  # noqa: E402
+from support.native_build import SANITIZERS, VARIABLE, sanitized, sanitizer_environ  # type: ignore[import-not-found]  # noqa: E402
 
 RUNTIMES = {"address,undefined": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 # All in which the library works. Not: what counts calls by a library that is loaded first itself, and what
 # makes the library's own calls fail, which tests/native does under sanitizers.
 WHOLE = (
@@ -31,51 +32,43 @@ WHOLE = (
 )  # fmt: skip
 
 
-def run(sanitizer: str, arguments: list[str]) -> int:
-    """Exit status: 0 where the tests passed and nothing was reported."""
+def run(sanitizer: str, command: list[str]) -> int:
+    """Runs a command of Python's; its exit status: 0 where it ended with 0 and nothing was reported."""
     for target in ("tensorlift", "libcuda.so.1", "libamdhip64.so", "libcufile.so.0"):
         folder = sanitized(sanitizer, target=target)
     with tempfile.TemporaryDirectory() as reports:
-        log = f"{reports}/report"
-        suppressions = Path(reports, "suppressions")
-        # See support.native_build; the others are not built under the sanitizer, so it does not see how
-        # they synchronise.
-        suppressions.write_text("race:io_uring\ncalled_from_lib:libtorch\ncalled_from_lib:libgomp\n")
+        log = f"log_path={reports}/report"
+        options = sanitizer_environ(Path(reports))
         environ = {
             **os.environ,
             VARIABLE: sanitizer,
             "TENSORLIFT_LIBRARY": str(folder / "libtensorlift.so"),
-            "LD_PRELOAD": " ".join(_found(name) for name in (*RUNTIMES[sanitizer], "libstdc++.so.6")),
+            "LD_PRELOAD": " ".join(preloaded(sanitizer)),
             # Python keeps much until its end: the native tests look for leaks.
-            "ASAN_OPTIONS": f"detect_leaks=0:allocator_may_return_null=1:log_path={log}",
-            "UBSAN_OPTIONS": f"halt_on_error=1:print_stacktrace=1:log_path={log}",
-            "TSAN_OPTIONS": f"halt_on_error=1:die_after_fork=0:ignore_noninstrumented_modules=1:"
-            f"suppressions={suppressions}:log_path={log}",
+            "ASAN_OPTIONS": f"{options['ASAN_OPTIONS']}:detect_leaks=0:{log}",
+            "UBSAN_OPTIONS": f"{options['UBSAN_OPTIONS']}:{log}",
+            "TSAN_OPTIONS": f"{options['TSAN_OPTIONS']}:die_after_fork=0:{log}",
         }
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(arguments or WHOLE)],
-            cwd=ROOT,
-            env=environ,
-            check=False,
-        )
-        found = sorted(path for path in Path(reports).iterdir() if path.name.startswith("report"))
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environ, check=False)
+        found = sorted(Path(reports).glob("report*"))
         for path in found:
             print(f"--- {path.name}\n{path.read_text(errors='replace')[:20_000]}")
-        print(f"{sanitizer}: pytest ended with {done.returncode}, {len(found)} reports")
+        print(f"{sanitizer}: it ended with {done.returncode}, {len(found)} reports", flush=True)
         return 1 if done.returncode or found else 0
 
 
-def _found(name: str) -> str:
-    """Path of a runtime library of the compiler."""
-    path = subprocess.run(
-        ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    if not os.path.isabs(path):
-        sys.exit(f"g++ has no {name}: install its sanitizers")
-    return path
+def preloaded(sanitizer: str) -> list[str]:
+    """Paths of what is loaded before Python; FileNotFoundError where the compiler has no such sanitizer."""
+    found = []
+    for name in (*RUNTIMES[sanitizer], "libstdc++.so.6"):
+        command = ["g++", f"-print-file-name={name}"]
+        found.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+        if not os.path.isabs(found[-1]):
+            raise FileNotFoundError(f"g++ has no {name}: install its sanitizers")
+    return found
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in SANITIZERS:
         sys.exit(f"{sys.argv[0]} {'|'.join(SANITIZERS)} [what pytest takes]")
-    sys.exit(run(sys.argv[1], sys.argv[2:]))
+    sys.exit(run(sys.argv[1], [*PYTEST, *(sys.argv[2:] or WHOLE)]))
