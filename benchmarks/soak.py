@@ -98,6 +98,10 @@ class _Malloc(ctypes.Structure):
 def held(bench: Bench) -> dict[str, int]:
     """What this process has now."""
     gc.collect()
+    if bench.device.startswith("cuda"):
+        # Before memory of the host is counted: what torch knows of a pool goes with the pool's last block.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _Malloc
     libc.malloc_trim(0)
@@ -117,8 +121,6 @@ def held(bench: Bench) -> dict[str, int]:
         "resident bytes": kib["RssAnon"] * KIB,
     }
     if bench.device.startswith("cuda"):
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         found["device bytes by the driver"] = total - free
         found["device bytes by torch"] = torch.cuda.memory_reserved()

@@ -53,6 +53,7 @@ class Stage:
     def __init__(self) -> None:
         self.active: list[object] = []
         self.in_pool: list[int] = []
+        self.made: list[weakref.ref[torch.Tensor]] = []
         self.fails = 0
         self.emptied = 0
         self.released: list[tuple[int, object]] = []
@@ -72,6 +73,7 @@ class Stage:
             self.fails -= 1
             raise torch.cuda.OutOfMemoryError("no")
         made = self.real_empty(nbytes, dtype=dtype)
+        self.made.append(weakref.ref(made))
         # As within somebody else's pool: a thread that has one already gets nothing from another.
         if self.active and threading.current_thread() is not threading.main_thread():
             self.in_pool.append(made.data_ptr())
@@ -158,7 +160,13 @@ def test_out_of_memory_is_tried_again_outside_of_the_pool(stage: Stage) -> None:
     cuda = memory.CudaMemory(0)
     released(cuda.allocate([8]))
     stage.fails = 1
-    released(cuda.allocate([8]))
+    gc.disable()
+    try:
+        released(cuda.allocate([8]))
+        # None of it waits for the collector, behind an error.
+        assert [one() for one in stage.made] == [None, None]
+    finally:
+        gc.enable()
     assert stage.emptied == 1
     stage.fails = 2
     with pytest.raises(

@@ -251,7 +251,8 @@ class CudaMemory:
         else:
             thread.join()
         if failed:
-            raise failed[0]
+            # Not kept in a list of this frame, which its traceback has: the cycle would hold the caller's blocks.
+            raise failed.pop()
         return made[0]
 
 
