@@ -75,7 +75,7 @@ def servers(runs: Any, models: Path, folder: Path) -> list[dict[str, Any]]:
         for load_format in ("safetensors", "tensorlift"):
             log = folder / f"{model}-{load_format}.log"
             begin = time.perf_counter()
-            with runs.served(models / model, log, "--load-format", load_format) as server:
+            with runs.Server(models / model, log, "--load-format", load_format) as server:
                 server.wait()
                 ready = time.perf_counter() - begin
                 memory = server.resident()

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from support import pages
 from support.serving import command
+from support.tree import ROOT
 from tensorlift.cli.main import app
 from tensorlift.forking.tokens import TOKEN_VARIABLE
 from tensorlift.integrations.settings import LOAD_FORMAT, parse
@@ -68,7 +69,7 @@ def test_command(
 ) -> None:
     program, *rest = words
     if program == "make":
-        subprocess.run(["make", "-n", *rest], cwd=pages.ROOT, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(["make", "-n", *rest], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     elif program == "pip":
         check_requirements(rest[1:])
     elif program.startswith("python3."):
@@ -113,7 +114,7 @@ def help_of(program: tuple[str, ...]) -> str:
     if program[0] == "tensorlift":
         return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, [*program[1:], "--help"]).output
     line = [sys.executable, *program[1:], "--help"]
-    done = subprocess.run(line, cwd=pages.ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run(line, cwd=ROOT, check=True, capture_output=True, text=True)
     return done.stdout
 
 
@@ -126,7 +127,7 @@ def check_options(program: tuple[str, ...], words: list[str]) -> None:
 
 def check_requirements(words: list[str]) -> None:
     """What pip is to bring is a requirement of ours, of the same version where one is named."""
-    listed = (pages.ROOT / "pyproject.toml").read_text()
+    listed = (ROOT / "pyproject.toml").read_text()
     for word in words:
         ours = word.startswith(("-", "tensorlift"))
         assert ours or f'"{word}"' in listed or (word.isalnum() and f'"{word}' in listed), word

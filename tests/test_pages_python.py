@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import tensorlift
 from support import child, pages, registries
 from support.models import saved
 from support.pages import Model
+from support.ports import nobody
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
 
@@ -75,8 +75,7 @@ class Names:
 
     @property
     def front_url(self) -> str:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            return f"http://127.0.0.1:{taken.getsockname()[1]}"
+        return nobody()
 
     @property
     def checkpoint_url(self) -> str:

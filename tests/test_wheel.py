@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from support.tree import ROOT
+
 OTHERS = ("python3.10", "python3.12", "python3.13", "python3.14")
 
 

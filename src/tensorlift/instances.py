@@ -76,7 +76,7 @@ def fork(
     """Fills the tensors of a model from a running instance.
 
     source: the URL of a seed, or of several with the same weights, of which all are read at once; or
-    sglang+http://host:port, a server of SGLang (docs/fork.md). into: a torch.nn.Module or a dict of tensors,
+    sglang+http://host:port, a server of SGLang (docs/transports.md). into: a torch.nn.Module or a dict of tensors,
     with the names, dtypes, shapes and strides of the seed's. token: the seed's, else what TENSORLIFT_TOKEN
     says. key: which weights of the instance are wanted (rank, role); without it those of the seed itself.
     progress: a bar on stderr, or a function that is called with (bytes done, bytes in all), and with

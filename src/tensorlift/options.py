@@ -23,6 +23,7 @@ __all__ = [
     "HOST_BACKENDS",
     "LoadOptions",
     "parse_count",
+    "parse_port",
     "parse_rate",
     "parse_seconds",
     "parse_size",
@@ -101,6 +102,15 @@ def parse_count(value: object, name: str, most: int = _LARGEST_COUNT) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most:
         raise OptionError(f"{name} is {value!r}; expected a whole number from 1 to {most}")
     return number
+
+
+def parse_port(value: object, name: str) -> int:
+    """A port, or 0 for one that is free; ``name`` is what an OptionError calls it."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 65535:
+        raise OptionError(
+            f"{name} is {value!r}; expected a whole number up to 65535, or 0 for one that is free"
+        )
+    return value
 
 
 def _parse_backend(value: object, name: str) -> tuple[str, ...]:

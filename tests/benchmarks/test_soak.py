@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.native_build import ROOT
+from support.tree import ROOT
 
 
 @pytest.mark.timeout(330)

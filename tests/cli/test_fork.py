@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import tensorlift
 from support import one_sided as support
 from support.checkpoints import Written, random_checkpoint
-from support.seeds import nobody
+from support.ports import nobody
 from support.tensors import assert_state
 from support.waiting import until, when
 from tensorlift.cli import fork as verb

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import tensorlift
 from support.checkpoints import random_checkpoint
+from support.ports import nobody
 from support.registries import KEY, announced, redis_server, serving
-from support.seeds import nobody
 from support.serving import command
 from support.tensors import assert_state
 from support.waiting import until, when

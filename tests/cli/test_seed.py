@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import tensorlift
 from support.checkpoints import Written, random_checkpoint
+from support.ports import nobody
 from support.registries import serving
-from support.seeds import nobody
 from support.serving import command
 from support.tensors import assert_state
 from tensorlift.cli import seed as verb

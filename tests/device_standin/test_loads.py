@@ -14,7 +14,7 @@ import torch
 
 from support import leaks, standin
 from support.checkpoints import Written, random_row, write_safetensors
-from support.native_build import ROOT
+from support.tree import ROOT
 from tensorlift import loading
 from tensorlift.engine import abi
 from tensorlift.errors import DriverError, FileError, OutOfMemoryError, TensorliftError

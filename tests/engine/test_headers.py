@@ -8,7 +8,7 @@ import re
 import pytest
 
 from support.checkpoints import BITS
-from support.native_build import ROOT
+from support.tree import ROOT
 from tensorlift.engine import abi, headers
 from tensorlift.engine.headers import HeaderScan
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from support import engines, sglang_runs, vllm_runs
+from support.ports import free_port
 
 ENGINES = {"sglang": sglang_runs, "vllm": vllm_runs}
 pytestmark = pytest.mark.timeout(2400)
@@ -90,19 +91,18 @@ def kill_half_way(server: Any, port: int, fork: Any) -> None:
 
 def test_servers_fork_from_each_other(engine: Any, tmp_path: Path) -> None:
     model = engines.tiny(engine.PYTHON, tmp_path) / "llama"
-    port = sglang_runs.free_port()
+    port = free_port()
     seed = {"seed": f"http://127.0.0.1:{port}", "token": TOKEN}
     publish = extra(publish={"port": port}, limit=LIMIT, token=TOKEN)
     with contextlib.ExitStack() as ending:
-        first = ending.enter_context(engine.served(model, tmp_path / "first.log", *publish))
+        first = ending.enter_context(engine.Server(model, tmp_path / "first.log", *publish))
         first.wait(600)
         expected = first.generate()
         assert f" at http://127.0.0.1:{port}" in ours(first)
-        with Asking(first) as asking:
-            second = engine.served(model, tmp_path / "second.log", *extra(publish=True, **seed))
-            with second as second:
-                second.wait(600)
-                assert second.generate() == expected
+        forking = extra(publish=True, **seed)
+        with Asking(first) as asking, engine.Server(model, tmp_path / "second.log", *forking) as second:
+            second.wait(600)
+            assert second.generate() == expected
         assert f"from http://127.0.0.1:{port} (" in ours(second)
         assert "tensors from" not in ours(second)
         assert len(asking.answers) > 1
@@ -111,7 +111,7 @@ def test_servers_fork_from_each_other(engine: Any, tmp_path: Path) -> None:
             # What is read afterwards is of another epoch.
             assert first.reload(model)["success"]
             assert json.loads(asked(port, "/v1/state"))["epoch"] == 1
-        third = ending.enter_context(engine.served(model, tmp_path / "third.log", *extra(**seed)))
+        third = ending.enter_context(engine.Server(model, tmp_path / "third.log", *extra(**seed)))
         kill_half_way(first, port, third)
         third.wait(600)
         assert third.generate() == expected

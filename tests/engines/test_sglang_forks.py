@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from support import engines
-from support.sglang_runs import MARKS, Results, free_port, job, make_models, same
+from support.ports import free_port
+from support.sglang_runs import MARKS, Results, job, make_models, same
 
 pytestmark = MARKS
 

@@ -10,7 +10,7 @@ import pytest
 
 from support import engines
 from support.engines import EXTRA
-from support.sglang_runs import MARKS, make_models, served
+from support.sglang_runs import MARKS, Server, make_models
 
 pytestmark = MARKS
 
@@ -24,14 +24,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_server_serves_and_reloads(models: Path, tmp_path: Path) -> None:
     model = models / "llama"
-    with served(model, tmp_path / "plain.log", "--load-format", "safetensors") as plain:
+    with Server(model, tmp_path / "plain.log", "--load-format", "safetensors") as plain:
         plain.wait()
         expected = plain.generate()
         plain.reload(models / "broken" / "flipped")
         expected_flipped = plain.generate()
     extra = json.dumps(EXTRA)
     arguments = ["--load-format", "tensorlift", "--model-loader-extra-config", extra]
-    with served(model, tmp_path / "ours.log", *arguments) as ours:
+    with Server(model, tmp_path / "ours.log", *arguments) as ours:
         ours.wait()
         assert ours.generate() == expected
         assert ours.reload(models / "broken" / "flipped")["success"]
@@ -58,7 +58,7 @@ def test_a_server_does_not_half_start(
     models: Path, tmp_path: Path, name: str, arguments: list[str], text: str
 ) -> None:
     model = models / name if name == "llama" else models / "broken" / name
-    with served(model, tmp_path / "log", "--load-format", "tensorlift", *arguments) as server:
+    with Server(model, tmp_path / "log", "--load-format", "tensorlift", *arguments) as server:
         code = server.child.wait(300)
         assert code != 0
         assert text in server.text()

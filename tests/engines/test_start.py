@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from support import engines, sglang_runs
+from support.ports import free_port
 
 VLLM, SGLANG = engines.interpreter("vllm"), engines.interpreter("sglang")
 pytestmark = pytest.mark.timeout(900)
@@ -27,7 +28,7 @@ def jobs(models: Path) -> dict[str, dict[str, Any]]:
         "extra": {**ours, "model": model, "extra": engines.EXTRA, "environ": engines.CONFLICT},
         "flipped": {**ours, "model": flipped},
         # Nobody is there to fork from.
-        "nobody": {**ours, "model": model, "extra": {"seed": f"http://127.0.0.1:{sglang_runs.free_port()}"}},
+        "nobody": {**ours, "model": model, "extra": {"seed": f"http://127.0.0.1:{free_port()}"}},
     }
 
 
@@ -59,7 +60,7 @@ def test_vllm(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SGLANG, reason="TENSORLIFT_TEST_SGLANG names no Python with SGLang (make smoke)")
 def test_sglang(tmp_path: Path) -> None:
     models = engines.tiny(str(SGLANG), tmp_path)
-    port = sglang_runs.free_port()
+    port = free_port()
     wanted = jobs(models)
     wanted["seed"] = {**wanted["defaults"], "extra": {"publish": {"port": port}}, "serve": "alone"}
     wanted["fork"] = {**wanted["defaults"], "extra": {"seed": f"http://127.0.0.1:{port}", "fallback": False}}

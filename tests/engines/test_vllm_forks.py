@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support import engines
-from support.sglang_runs import free_port
+from support.ports import free_port
 from support.vllm_runs import PYTHON
 
 pytestmark = [

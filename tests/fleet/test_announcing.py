@@ -13,8 +13,9 @@ import torch
 
 import tensorlift
 from support import leaks
+from support.ports import nobody
 from support.registries import KEY, serving
-from support.seeds import nobody, running
+from support.seeds import running
 from support.waiting import until
 from tensorlift.errors import OptionError, RequestError
 from tensorlift.fleet import saying

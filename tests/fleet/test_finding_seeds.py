@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 import tensorlift
 from support import leaks
+from support.ports import nobody
 from support.registries import KEY, announced, serving
-from support.seeds import nobody
 from support.waiting import until, when
 from tensorlift.errors import ForkError, OptionError, SeedError
 from tensorlift.fleet import finding_seeds, saying, table

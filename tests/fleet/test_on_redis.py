@@ -13,8 +13,8 @@ import pytest
 import trustme
 
 from support import leaks
+from support.ports import free_port, nobody
 from support.registries import KEY, announced, redis_server, serving
-from support.seeds import nobody
 from support.waiting import until
 from tensorlift.errors import RequestError, SeedError
 from tensorlift.fleet import on_redis
@@ -245,7 +245,7 @@ def test_a_redis_behind_a_socket_and_under_tls(tmp_path: Path) -> None:
     made.cert_chain_pems[0].write_to_path(cert)
     made.private_key_pem.write_to_path(key)
     authority.cert_pem.write_to_path(ca)
-    port = int(nobody().rpartition(":")[2])
+    port = free_port()
     options = ("--unixsocket", local, "--tls-port", port, "--tls-auth-clients", "no")
     options += ("--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", ca)
     with redis_server(tmp_path, "", *options) as plain:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import tensorlift
 from support import leaks
 from support.digests import flip
-from support.seeds import nobody
+from support.ports import nobody
 from support.waiting import when
 from tensorlift.cli.main import app
 from tensorlift.errors import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from support import leaks
-from support.seeds import nobody
+from support.ports import nobody
 from support.waiting import when
 from tensorlift.engine.abi_fork import Outcome
 from tensorlift.errors import ForkError, ManifestError, OptionError, RequestError, SeedError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support import leaks
-from support.seeds import nobody
+from support.ports import nobody
 from support.tensors import raw
 from tensorlift.errors import ForkError, ManifestError, OptionError, OutOfMemoryError, RequestError, SeedError
 from tensorlift.forking import remote

@@ -355,6 +355,7 @@ def test_a_seed_on_all_addresses() -> None:
         ({"join": "nowhere"}, RequestError, "'nowhere' is no URL of a seed"),
         ({"port": 80000}, OptionError, "port is 80000; expected a whole number up to 65535"),
         ({"port": "http"}, OptionError, "port is 'http'"),
+        ({"port": True}, OptionError, "port is True"),
         ({"weights": 3}, OptionError, "weights is 3"),
         ({"join_timeout": float("nan"), "join": "http://127.0.0.1:1"}, OptionError, "join_timeout is nan"),
         ({"host": "192.0.2.1", "token": "x"}, OSError, "assign requested address"),

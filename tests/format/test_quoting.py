@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorlift.format.quoting import clean, plural, quote, without_secrets
+from tensorlift.format.quoting import clean, plural, quote, some_of, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,9 @@ def test_without_secrets(url, shown):
 
 def test_plural():
     assert [plural(n, "byte") for n in (0, 1, 4096)] == ["0 bytes", "1 byte", "4,096 bytes"]
+
+
+def test_some_of_many():
+    assert some_of(["a", "b"], 2) == "a, b"
+    assert some_of(["a", "b", "c"], 2, quote, "; ") == "'a'; 'b' and 1 more"
+    assert some_of(list(range(5_000)), 1) == "0 and 4,999 more"

@@ -209,7 +209,7 @@ def test_a_token_may_come_from_the_environment(monkeypatch):
         ({"publish": {"prt": 1}}, "did you mean port"),
         ({"publish": {"zzzzz": 1}}, "the known ones are front, host, insecure, port, readers"),
         ({"publish": {"port": "7000"}}, "port is '7000'; expected a whole number"),
-        ({"publish": {"port": True}}, "port is true"),
+        ({"publish": {"port": True}}, "port is True"),
         ({"publish": {"port": 70000}}, "up to 65535"),
         ({"publish": {"host": "0.0.0.0"}}, "open to whoever reaches it"),
         ({"publish": {"front": "h"}}, "no URL of a seed"),

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from support.native_build import ROOT, SANITIZERS, build, program, sanitized, sanitizer_environ
+from support.native_build import SANITIZERS, build, program, sanitized, sanitizer_environ
+from support.tree import ROOT
 from tensorlift.engine import abi, abi_fork
 from tensorlift.engine.events import TRACE_EVENT
 from tensorlift.plan.pieces import PIECE

@@ -9,22 +9,29 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-ROOT = Path(__file__).resolve().parents[2]
+from support.ports import free_port
+from support.tree import ROOT
+
 ENGINES = ROOT / "tests" / "engines"
 INDEX = "model.safetensors.index.json"
 EXTRA = {"backend": "MMAP", "chunk_size": 8388608, "io_depth": 2}
 """An extra configuration, and what in the environment it has to override."""
 CONFLICT = {"TENSORLIFT_BACKEND": "AIO", "TENSORLIFT_CHUNK_SIZE": "4096", "TENSORLIFT_IO_DEPTH": "7"}
+Started = TypeVar("Started", bound="Server")
 
 
 def interpreter(engine: str) -> str | None:
@@ -77,6 +84,84 @@ def start(
             stdout=out,
             stderr=subprocess.STDOUT,
         )
+
+
+class Server:
+    """One that was started, and what it says; as a context manager it ends."""
+
+    def __init__(self, model: Path, log: Path, *arguments: str) -> None:
+        self.port, self.log = free_port(), log
+        with log.open("wb") as out:
+            self.child = subprocess.Popen(
+                [*self.command(model), "--port", str(self.port), *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment(log.parent) | self.environ(),
+                start_new_session=True,
+            )
+
+    def command(self, model: Path) -> list[str]:
+        """What starts it, but for the port and the arguments of the test."""
+        raise NotImplementedError
+
+    def environ(self) -> dict[str, str]:
+        """What it needs besides."""
+        raise NotImplementedError
+
+    def generate(self) -> tuple[list[int], list[float]]:
+        """Tokens and their log-probabilities, always of one prompt."""
+        raise NotImplementedError
+
+    def __enter__(self: Started) -> Started:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                said = answer.read()
+        except urllib.error.HTTPError as error:
+            said = error.read()
+            error.close()
+        return json.loads(said) if said else None
+
+    def wait(self, limit: float = 300.0) -> None:
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            assert self.child.poll() is None, self.text()[-6000:]
+            with contextlib.suppress(OSError):
+                self.ask("/health")
+                return
+            time.sleep(1)
+        pytest.fail(f"not ready in {limit} s: {self.text()[-6000:]}")
+
+    def resident(self) -> int:
+        """Bytes of memory that its processes hold, what they share counted once."""
+        total = 0
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                fields = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if int(fields[2]) == self.child.pid:
+                    found = re.search(r"^Pss:\s+(\d+) kB", (place / "smaps_rollup").read_text(), re.MULTILINE)
+                    total += int(found[1]) * 1024 if found else 0
+        return total
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, 15)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, 9)
+        self.child.wait(20)
 
 
 def tiny(python: str, folder: Path) -> Path:

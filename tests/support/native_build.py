@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from support.tree import ROOT
+
 BUILDS = ROOT / "build" / "tests"
 # What is built for each, and under which name.
 SANITIZERS = {"address,undefined": "asan", "thread": "tsan"}

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-ROOT = Path(__file__).resolve().parents[2]
+from support.tree import ROOT
+
 # Its blocks are what errors look like; test_errors_page.py makes each of them.
 _TESTED_ELSEWHERE = ("docs/errors.md",)
 _BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from types import ModuleType
 
-from support.native_build import ROOT
+from support.tree import ROOT
 
 
 def program_of(path: str) -> ModuleType:

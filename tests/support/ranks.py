@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ import pytest
 
 from support import child, hosts
 from support.checkpoints import random_row, write_safetensors
+from support.ports import free_port
 
 # Seconds after which a rank writes down where it is, for the message of a test that waits in vain.
 STUCK = 40
@@ -104,9 +104,7 @@ def _world(
 ) -> list[dict[str, Any]]:
     places = hosts.make(on_hosts, "400mbit") if on_hosts else []
     address = hosts.STORE if on_hosts else "127.0.0.1"
-    with socket.socket() as free:
-        free.bind((address, 0))
-        port = free.getsockname()[1]
+    port = free_port(address)
     with tempfile.TemporaryDirectory() as folder:
         pids = {}
         for rank in range(world):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from support.ports import free_port
 from support.waiting import SECONDS
 from tensorlift.fleet.contract import Announcement, Load, Near
 from tensorlift.fleet.server import RegistryServer
@@ -46,8 +47,7 @@ def redis_server(folder: Path, password: str = "", *more: object) -> Iterator[st
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("redis-server is not installed (Debian: redis-server)")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     options = ["--port", port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder]
     options += ["--requirepass", password] if password else []
     options += [*more]

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -35,12 +34,6 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 def is_version(found: dict[str, torch.Tensor], version: int) -> bool:
     """Whether all of it is."""
     return all(torch.equal(found[name], tensor) for name, tensor in weights(version).items())
-
-
-def nobody() -> str:
-    """A URL where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 class Process:

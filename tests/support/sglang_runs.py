@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +11,7 @@ import pytest
 
 from support import engines
 from support.engines import CONFLICT, EXTRA
+from support.ports import free_port
 from tensorlift.options import HOST_BACKENDS
 
 PYTHON = engines.interpreter("sglang") or ""
@@ -28,12 +21,6 @@ MARKS = [
 ]
 OWN = {"SGLANG_USE_CPU_ENGINE": "1"}
 NORM = "model.norm.weight"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def make_models(folder: Path) -> Path:
@@ -114,50 +101,14 @@ SERVER = [
 ]
 
 
-class Server:
+class Server(engines.Server):
     """One that was started, and what it says."""
-
-    def __init__(self, model: Path, log: Path, *arguments: str) -> None:
-        self.port, self.log = free_port(), log
-        with log.open("wb") as out:
-            self.child = subprocess.Popen(
-                [*self.command(model), "--port", str(self.port), *arguments],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=engines.environment(log.parent) | self.environ(),
-                start_new_session=True,
-            )
 
     def command(self, model: Path) -> list[str]:
         return [PYTHON, *SERVER, "--model-path", str(model)]
 
     def environ(self) -> dict[str, str]:
         return OWN
-
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                said = answer.read()
-        except urllib.error.HTTPError as error:
-            said = error.read()
-            error.close()
-        return json.loads(said) if said else None
-
-    def wait(self, limit: float = 300.0) -> None:
-        end = time.monotonic() + limit
-        while time.monotonic() < end:
-            assert self.child.poll() is None, self.text()[-6000:]
-            with contextlib.suppress(OSError):
-                self.ask("/health")
-                return
-            time.sleep(1)
-        pytest.fail(f"not ready in {limit} s: {self.text()[-6000:]}")
 
     def generate(self) -> tuple[list[int], list[float]]:
         settings = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -166,34 +117,5 @@ class Server:
         pairs = meta["output_token_logprobs"]
         return [pair[1] for pair in pairs], [pair[0] for pair in pairs]
 
-    def resident(self) -> int:
-        """Bytes of memory that its processes hold, what they share counted once."""
-        total = 0
-        for place in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                fields = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                if int(fields[2]) == self.child.pid:
-                    found = re.search(r"^Pss:\s+(\d+) kB", (place / "smaps_rollup").read_text(), re.MULTILINE)
-                    total += int(found[1]) * 1024 if found else 0
-        return total
-
     def reload(self, model: Path) -> Any:
         return self.ask("/update_weights_from_disk", {"model_path": str(model)})
-
-    def stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.child.pid, 15)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.child.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.child.pid, 9)
-        self.child.wait(20)
-
-
-@contextlib.contextmanager
-def served(model: Path, log: Path, *arguments: str) -> Iterator[Server]:
-    server = Server(model, log, *arguments)
-    try:
-        yield server
-    finally:
-        server.stop()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from support import engines
-from support.sglang_runs import Server
 
 PYTHON = engines.interpreter("vllm") or ""
 
 
-class VllmServer(Server):
+class Server(engines.Server):
     """One that was started, with an engine in a process of its own."""
 
     def command(self, model: Path) -> list[str]:
@@ -37,12 +34,3 @@ class VllmServer(Server):
         }
         (choice,) = self.ask("/v1/completions", body)["choices"]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
-
-
-@contextlib.contextmanager
-def served(model: Path, log: Path, *arguments: str) -> Iterator[VllmServer]:
-    server = VllmServer(model, log, *arguments)
-    try:
-        yield server
-    finally:
-        server.stop()

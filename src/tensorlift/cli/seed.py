@@ -91,7 +91,7 @@ def command(
         from tensorlift.forking.seed import Seed
         from tensorlift.forking.transports import SERVED
         from tensorlift.forking.ways import ways_of
-        from tensorlift.integrations.checkpoints import checkpoint_of
+        from tensorlift.sources.identifying import checkpoint_of
 
     # All that can be wrong, before a load that may take minutes.
     check_host(host, token, insecure)

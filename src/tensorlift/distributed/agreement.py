@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tensorlift.errors import DisagreementError
 from tensorlift.format.checkpoint import Checkpoint, Shard
-from tensorlift.format.quoting import clean
+from tensorlift.format.quoting import clean, some_of
 
 __all__ = [
     "SEVERAL",
@@ -125,8 +125,7 @@ def _difference(ours: Sequence[File], theirs: Sequence[File], us: str, them: str
     for have, lack, mine, other in ((here, there, us, them), (there, here, them, us)):
         missing = [name for name in have if name not in lack]
         if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            return f"{begin}{mine} has {missing[0]}{more}, {other} has no file of that name{advice}"
+            return f"{begin}{mine} has {some_of(missing, 1)}, {other} has no file of that name{advice}"
     for name, file in here.items():
         other_file = there[name]
         if file.nbytes != other_file.nbytes:

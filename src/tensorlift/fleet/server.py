@@ -114,7 +114,7 @@ class _Rendered(Generic[_T]):
             self._until = time.monotonic() + _PAGE_SECONDS
 
 
-class Seen(Registry, Protocol):
+class Viewable(Registry, Protocol):
     """A registry that can be looked at."""
 
     def view(self) -> View:
@@ -126,7 +126,7 @@ class RegistryServer:
 
     def __init__(
         self,
-        registry: Seen,
+        registry: Viewable,
         *,
         host: str = "127.0.0.1",
         port: int = 0,

@@ -30,7 +30,7 @@ from tensorlift.forking.offering import Named, Offering
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import Expected
 from tensorlift.format.dtypes import ALL
-from tensorlift.format.quoting import clean, plural, quote
+from tensorlift.format.quoting import clean, plural, quote, some_of
 from tensorlift.options import LoadOptions
 from tensorlift.plan.extents import Extents, merge_extents
 from tensorlift.plan.parts import Asked
@@ -198,10 +198,9 @@ class Fallback:
         rest = [one for one in all_ if one.name not in known and place_of(one) not in places]
         inside = {one.name for one in self._inside(rest, covered)}
         if lacking := [one.name for one in rest if one.name not in inside]:
-            more = f" and {len(lacking) - _SHOWN:,} more" if len(lacking) > _SHOWN else ""
             raise ForkError(
                 f"{clean(checkpoint.where)} cannot stand in for the seeds: {plural(len(lacking), 'tensor')} "
-                f"of the model are in no file: {', '.join(map(quote, lacking[:_SHOWN]))}{more}; they are "
+                f"of the model are in no file: {some_of(lacking, _SHOWN, quote)}; they are "
                 "computed behind a load: fork again, or give a fallback that is a function which loads the "
                 "model as its engine does"
             )

@@ -8,7 +8,7 @@ import msgspec
 
 from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.manifest import LONGEST_NAME, SPLITS, ModelKey, is_sendable, rank_problem
-from tensorlift.format.quoting import clean, quote
+from tensorlift.format.quoting import clean, quote, some_of
 
 __all__ = [
     "LOOPBACK",
@@ -108,9 +108,7 @@ def told_key(key: ModelKey) -> str:
 def what_is_there(keys: Iterable[ModelKey], wanted: ModelKey) -> str:
     """For a message: some of the keys that there are, and why none of them will do where that is known."""
     found = list(keys)
-    text = ", ".join(told_key(key) for key in found[:_SHOWN])
-    if len(found) > _SHOWN:
-        text += f" and {len(found) - _SHOWN:,} more"
+    text = some_of(found, _SHOWN, told_key)
     alike = [key for key in found if (key.model, key.role) == (wanted.model, wanted.role)]
     for name in SPLITS:
         sizes, size = {getattr(key, name)[1] for key in alike}, getattr(wanted, name)[1]

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tensorlift.errors import OptionError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
@@ -27,7 +26,7 @@ from tensorlift.forking.sglang_answer import info
 from tensorlift.forking.transports import SERVED, Served
 from tensorlift.forking.ways import Ways, ways_of
 from tensorlift.forking.whole import checked_digests, made_digests
-from tensorlift.options import parse_count, parse_seconds
+from tensorlift.options import parse_count, parse_port, parse_seconds
 
 __all__ = ["Follower", "Seed"]
 
@@ -37,11 +36,6 @@ _MOST_TALKS = 64
 _LONGEST_LEASE = 60.0
 # For SGLang, which asks once, and whose requests have no end of their own.
 _REGISTERING_SECONDS = 25.0
-
-
-def _check_port(port: object) -> None:
-    if not isinstance(port, int) or not 0 <= port <= 65535:
-        raise OptionError(f"port is {port!r}; expected a whole number up to 65535, or 0 for one that is free")
 
 
 def _checked_wait(timeout: float) -> float:
@@ -100,7 +94,7 @@ class Seed:
         """
         token = checked_token(token)
         check_host(host, token, insecure)
-        _check_port(port)
+        parse_port(port, "port")
         readers, join_timeout = parse_count(readers, "readers"), parse_seconds(join_timeout, "join_timeout")
         self.most_readers, self._followers = readers, list[Follower]()
         self._named = named_tensors(model)

@@ -38,7 +38,7 @@ from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.urls import split_url
 from tensorlift.forking.ways import ways_of
 from tensorlift.format.bounds import MOST_PARTS, is_too_much
-from tensorlift.format.quoting import plural, quote
+from tensorlift.format.quoting import plural, quote, some_of
 from tensorlift.options import parse_seconds
 from tensorlift.progress import Report, SourceReport, by_source
 from tensorlift.tensors.destinations import tensors_of
@@ -215,10 +215,9 @@ def _matched(
             continue
         found.append(_one(url, one, tensor, there))
     if lacking:
-        more = f" and {len(lacking) - _SHOWN:,} more" if len(lacking) > _SHOWN else ""
         raise ForkError(
             f"{url} does not say where {plural(len(lacking), 'tensor')} of the model are: "
-            f"{', '.join(lacking[:_SHOWN])}{more}; SGLang's protocol has parameters alone: fork from a seed "
+            f"{some_of(lacking, _SHOWN)}; SGLang's protocol has parameters alone: fork from a seed "
             "of tensorlift, or load from files"
         )
     return found, tuple(own)

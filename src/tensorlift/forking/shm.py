@@ -4,7 +4,7 @@ The socket has a name that no file system knows. Behind the handshake the seed s
 those in a file of memory (see shared_memory.py) as a descriptor that goes along, those of a device as handles
 of CUDA IPC, others as addresses, which the fork reads with process_vm_readv, where the kernel lets it. The
 seed digests each block on its side, and says which epoch it is at behind the last one: nothing is believed
-that was not confirmed. See docs/fork.md.
+that was not confirmed. See docs/transports.md.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tensorlift.engine.digesting import check_built
 from tensorlift.errors import OptionError
 from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, Tensor, span_bytes
 from tensorlift.forking.offering import Offering
-from tensorlift.format.quoting import plural, quote
+from tensorlift.format.quoting import plural, quote, some_of
 
 __all__ = ["checked_digests", "made_digests", "unlike"]
 
@@ -54,8 +54,7 @@ def unlike(wanted: Mapping[str, str], ours: Offering) -> str:
         for one, place in _places(ours)
         if one.name in wanted and tensor_digest(*place).hex() != wanted[one.name]
     ]
-    more = f" and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
-    return f"{plural(len(wrong), 'tensor')}: {', '.join(map(quote, wrong[:_SHOWN]))}{more}" if wrong else ""
+    return f"{plural(len(wrong), 'tensor')}: {some_of(wrong, _SHOWN, quote)}" if wrong else ""
 
 
 def _places(offering: Offering) -> Iterator[tuple[Tensor, tuple[int, int]]]:

@@ -11,7 +11,7 @@ import msgspec
 
 from tensorlift.errors import CheckpointError
 from tensorlift.format.bounds import MOST_PARTS, is_too_much
-from tensorlift.format.quoting import clean, quote
+from tensorlift.format.quoting import clean, quote, some_of
 
 __all__ = [
     "INDEX_SUFFIX",
@@ -228,5 +228,4 @@ def _is_inside(shard: str) -> bool:
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(clean(name) for name in names[:5])
-    return f"{shown} and {len(names) - 5:,} more" if len(names) > 5 else shown
+    return some_of(names, 5, clean)

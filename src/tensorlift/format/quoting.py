@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-__all__ = ["clean", "kinds", "plural", "quote", "without_secrets"]
+__all__ = ["clean", "kinds", "plural", "quote", "some_of", "without_secrets"]
+
+Item = TypeVar("Item")
 
 # Long enough for the names of real tensors, short enough for one line of a log.
 _LONGEST = 100
@@ -51,6 +55,12 @@ def kinds(value: object) -> str:
 def plural(count: int, noun: str) -> str:
     """A count with its noun: "1 byte", "4,096 bytes"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def some_of(items: Sequence[Item], most: int, shown: Callable[[Item], str] = str, between: str = ", ") -> str:
+    """The first `most` of them as text, and how many more there are: "a, b and 3 more"."""
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return between.join(map(shown, items[:most])) + more
 
 
 def _short_repr(value: object, depth: int = 3) -> str:

@@ -29,7 +29,7 @@ import torch
 
 from tensorlift.errors import MismatchError
 from tensorlift.format.nearest import nearest
-from tensorlift.format.quoting import plural
+from tensorlift.format.quoting import plural, some_of
 from tensorlift.integrations.settings import LOAD_FORMAT
 
 __all__ = ["Coverage", "Optional", "compare_shapes", "report", "watch"]
@@ -223,14 +223,15 @@ def report(
     if not missing:
         return
     came = list(dict.fromkeys(delivered))
-    shown = []
-    for name in missing[:_SHOWN]:
+
+    def shown(name: str) -> str:
         close = nearest(name.partition(" (")[0], came, 2)
-        shown.append(f"{name} (tensors with close names: {', '.join(close)})" if close else name)
-    more = f" and {len(missing) - _SHOWN:,} more" if len(missing) > _SHOWN else ""
+        return f"{name} (tensors with close names: {', '.join(close)})" if close else name
+
     text = (
         f"load format {LOAD_FORMAT!r}: none of the {plural(len(came), 'tensor')} that were loaded reached "
-        f"{plural(len(missing), 'parameter')} of the model: {'; '.join(shown)}{more}. {engine} would start "
+        f"{plural(len(missing), 'parameter')} of the model: "
+        f"{some_of(missing, _SHOWN, shown, '; ')}. {engine} would start "
         "and emit garbage: the checkpoint lacks tensors, or is one of another model"
     )
     if strict:
@@ -261,8 +262,7 @@ def compare_shapes(
         if name in now and tuple(now[name]) != tuple(shape)
     ]
     wrong = [
-        f"{what}: {', '.join(names[:_SHOWN])}"
-        + (f" and {len(names) - _SHOWN:,} more" * (len(names) > _SHOWN))
+        f"{what}: {some_of(names, _SHOWN)}"
         for what, names in (
             (f"lacks {plural(len(lacking), 'tensor')} that it started with", lacking),
             (f"has {plural(len(other), 'tensor')} of another shape than at the start", other),

@@ -18,7 +18,7 @@ from tensorlift.forking.tokens import token_of
 from tensorlift.forking.urls import Endpoint, split_url
 from tensorlift.format.nearest import nearest
 from tensorlift.format.quoting import kinds, quote, without_secrets
-from tensorlift.options import parse_count, parse_seconds, parse_switch
+from tensorlift.options import parse_count, parse_port, parse_seconds, parse_switch
 
 __all__ = ["NAMES", "ForkSettings", "Publish", "parse_forks", "unknown"]
 
@@ -285,14 +285,6 @@ def _seeds(value: object, name: str) -> int:
     return parse_count(value, name, MOST_CANDIDATES)
 
 
-def _port(value: object, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 65535:
-        raise OptionError(
-            f"{name} is {quote(value)}; expected a whole number up to 65535, or 0 for a free one"
-        )
-    return value
-
-
 def _tls(value: object, name: str) -> tuple[str, ...]:
     from tensorlift.forking.encryption import seed_context
 
@@ -319,7 +311,7 @@ def _publish(value: object, name: str) -> Publish | None:
 _Parse = Callable[[object, str], Any]
 _PUBLISH_PARSERS: Mapping[str, _Parse] = {
     "host": _text,
-    "port": _port,
+    "port": parse_port,
     "insecure": parse_switch,
     "front": lambda value, name: split_url(_text(value, name)).url,
     "readers": parse_count,

@@ -21,11 +21,11 @@ from tensorlift.errors import ForkError
 from tensorlift.forking.fork import Forked
 from tensorlift.forking.keys import told_key
 from tensorlift.forking.manifest import ModelKey
-from tensorlift.integrations.checkpoints import is_other
 from tensorlift.integrations.settings import LOAD_FORMAT, Settings
 from tensorlift.integrations.state import State
 from tensorlift.integrations.weights import rank
 from tensorlift.progress import Report
+from tensorlift.sources.identifying import is_other
 from tensorlift.stats import human_bytes
 
 __all__ = ["fork_model"]

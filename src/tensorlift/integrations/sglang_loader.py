@@ -22,7 +22,6 @@ from tensorlift.errors import CheckpointError, OptionError
 from tensorlift.format.listing import SUFFIX
 from tensorlift.integrations import completeness
 from tensorlift.integrations.bars import byte_bar
-from tensorlift.integrations.checkpoints import checkpoint_of
 from tensorlift.integrations.devices import check_device
 from tensorlift.integrations.forks import fork_model
 from tensorlift.integrations.publisher import publisher
@@ -39,6 +38,7 @@ from tensorlift.integrations.weights import (
     rank,
     world,
 )
+from tensorlift.sources.identifying import checkpoint_of
 
 __all__ = ["TensorliftModelLoader", "may_be_missing"]
 

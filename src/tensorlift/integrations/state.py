@@ -26,7 +26,7 @@ import torch
 from tensorlift.errors import ForkError, RequestError
 from tensorlift.forking.offering import named_tensors, offer
 from tensorlift.forking.whole import made_digests
-from tensorlift.format.quoting import plural, quote
+from tensorlift.format.quoting import plural, quote, some_of
 
 __all__ = ["SCALARS", "State"]
 
@@ -83,9 +83,8 @@ class State:
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them, as they are now. Raises RequestError for what is hidden, gone, or of another form."""
         if self.hidden:
-            more = f" and {len(self.hidden) - _SHOWN:,} more" if len(self.hidden) > _SHOWN else ""
             raise RequestError(
-                f"the engine keeps weights where they cannot be read: {', '.join(self.hidden[:_SHOWN])}{more}"
+                f"the engine keeps weights where they cannot be read: {some_of(self.hidden, _SHOWN)}"
             )
         if self._held is not None:
             if self._digests_now() != self._digests:

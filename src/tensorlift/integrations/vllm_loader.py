@@ -135,7 +135,7 @@ class TensorliftLoader(DefaultModelLoader):  # type: ignore[misc] # vLLM has no 
         )
 
     def _checkpoint(self) -> str:
-        from tensorlift.integrations.checkpoints import checkpoint_of
+        from tensorlift.sources.identifying import checkpoint_of
 
         return checkpoint_of(self._model_config.model, self._model_config.revision)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tensorlift import loading
 from tensorlift.errors import CheckpointError, TensorliftError
 from tensorlift.format.listing import INDEX_SUFFIX, OTHER_WEIGHTS, SUFFIX, natural_key, parse_index
-from tensorlift.format.quoting import clean
+from tensorlift.format.quoting import clean, some_of
 from tensorlift.integrations import devices
 from tensorlift.integrations.settings import LOAD_FORMAT, Settings
 from tensorlift.progress import Report
@@ -99,10 +99,9 @@ def check_files(files: Sequence[str | os.PathLike[str]]) -> list[str]:
         raise CheckpointError(f"load format {LOAD_FORMAT!r}: the engine has found no files to load")
     others = [clean(path) for path in paths if not path.endswith(SUFFIX)]
     if others:
-        more = f" and {len(others) - _SHOWN:,} more" if len(others) > _SHOWN else ""
         raise CheckpointError(
             f"load format {LOAD_FORMAT!r} takes {SUFFIX} files only, and the engine has chosen "
-            f"{', '.join(others[:_SHOWN])}{more}; convert the checkpoint, or leave --load-format out"
+            f"{some_of(others, _SHOWN)}; convert the checkpoint, or leave --load-format out"
         )
     return sorted(paths, key=natural_key)
 

@@ -9,7 +9,7 @@ import stat
 from tensorlift.errors import CheckpointError, CheckpointNotFoundError, FileError, MachineError, ReadError
 from tensorlift.format.listing import OTHER_WEIGHTS, SUFFIX
 from tensorlift.format.nearest import nearest
-from tensorlift.format.quoting import clean, plural, quote, without_secrets
+from tensorlift.format.quoting import clean, plural, quote, some_of, without_secrets
 
 __all__ = ["not_a_file", "nothing_at", "nothing_in", "open_regular", "refused"]
 
@@ -72,9 +72,7 @@ def nothing_in(path: str, names: list[str], folders: list[str]) -> CheckpointNot
         instead = "it is empty"
     else:
         found = sorted({s for n in names for s in [os.path.splitext(n)[1].lower()] if s in OTHER_WEIGHTS})
-        shown = ", ".join(quote(name) for name in sorted(names)[:5])
-        rest = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-        instead = f"it has {shown}{rest}"
+        instead = f"it has {some_of(sorted(names), 5, quote)}"
         if found:
             instead += f"; weights in {', '.join(found)} have to be converted to safetensors first"
     return _not_found(f"{clean(path)}: no *{SUFFIX} file in this folder: {instead}")

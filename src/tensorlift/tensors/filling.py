@@ -13,7 +13,7 @@ import torch
 
 from tensorlift.errors import MismatchError, TensorNotFoundError
 from tensorlift.format.checkpoint import Checkpoint, Names
-from tensorlift.format.quoting import clean, quote
+from tensorlift.format.quoting import clean, quote, some_of
 from tensorlift.options import LoadOptions
 from tensorlift.plan.parts import Asked
 from tensorlift.progress import finished, reporter, ticker
@@ -231,8 +231,7 @@ def _check_names(found: Match, checkpoint: Checkpoint) -> None:
     parts = []
     for names, text in ((found.missing, "not in the checkpoint"), (found.unexpected, "not in the model")):
         if names:
-            more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-            parts.append(f"{len(names)} {text}: {', '.join(map(quote, names[:20]))}{more}")
+            parts.append(f"{len(names)} {text}: {some_of(names, 20, quote)}")
     raise MismatchError(
         f"{clean(checkpoint.where)}: checkpoint and model have different names: {'; '.join(parts)}; "
         "pass strict=False to load what fits"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.checkpoints import random_row, write_safetensors
-from tensorlift.integrations.checkpoints import checkpoint_of, is_other
+from tensorlift.sources.identifying import checkpoint_of, is_other
 
 
 def written(folder: Path, seed: int = 0, *, shards: int = 2) -> str:

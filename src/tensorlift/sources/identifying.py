@@ -1,4 +1,4 @@
-"""Which checkpoint an engine's own files are, as the version of the weights that come from them."""
+"""Which checkpoint files are, as the version of the weights that come from them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from tensorlift import sources
 from tensorlift.errors import TensorliftError
+from tensorlift.sources.finding import find
 
 __all__ = ["checkpoint_of", "is_other"]
 
@@ -29,7 +29,7 @@ def checkpoint_of(model: str, revision: str | None = None) -> str:
     """
     name = model if revision is None or os.path.exists(model) else f"{model}@{revision}"
     try:
-        found = sources.find(name, download=False)
+        found = find(name, download=False)
         return _KIND + _digest([os.fsdecode(file.absolute) for file in found.files])
     # Whatever the files are like: it is the load that says so.
     except (TensorliftError, OSError):
