@@ -36,7 +36,7 @@ from tensorlift.forking.manifest import (
     layout_digest,
 )
 from tensorlift.forking.offering import Offering
-from tensorlift.forking.suitable import Wanted, _check
+from tensorlift.forking.same_weights import Wanted, _check
 from tensorlift.format.checkpoint import Shard
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "errors.md").read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ RESTRICTED = {
         "forking/shared_memory.py",
         "forking/movers.py",
         "forking/remote.py",
-        "forking/sglang.py",
+        "forking/sglang_protocol.py",
     ),
 }
 # Where it may be imported inside a function: only when it is needed.

@@ -10,13 +10,13 @@ from tensorlift.errors import OptionError
 from tensorlift.fleet.announcing import announce
 from tensorlift.fleet.contract import MOST_CANDIDATES, WAIT_SECONDS, near_of
 from tensorlift.fleet.finding_seeds import SeedFinder
-from tensorlift.fleet.naming import FORMS, announced_at, registry_of
+from tensorlift.fleet.registry_urls import FORMS, announced_at, registry_of
 from tensorlift.forking.encryption import Ca
 from tensorlift.forking.fork import Forked, fork_into
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
-from tensorlift.forking.sglang import fork_from_sglang, is_sglang
+from tensorlift.forking.sglang_protocol import fork_from_sglang, is_sglang
 from tensorlift.forking.tokens import token_of
 from tensorlift.options import parse_count, parse_seconds
 from tensorlift.progress import Report, SourceReport, by_source, reporter
@@ -76,9 +76,9 @@ def fork(
     """Fills the tensors of a model from a running instance.
 
     source: the URL of a seed, or of several with the same weights, of which all are read at once; or
-    sglang+http://host:port, a server of SGLang (docs/transports.md). into: a torch.nn.Module or a dict of tensors,
-    with the names, dtypes, shapes and strides of the seed's. token: the seed's, else what TENSORLIFT_TOKEN
-    says. key: which weights of the instance are wanted (rank, role); without it those of the seed itself.
+    sglang+http://host:port, SGLang's (docs/transports.md). into: a torch.nn.Module or a dict of tensors, with
+    the names, dtypes, shapes and strides of the seed's. token: the seed's, else what TENSORLIFT_TOKEN says.
+    key: which weights of the instance are wanted (rank, role); without it those of the seed itself.
     progress: a bar on stderr, or a function that is called with (bytes done, bytes in all), and with
     by_source, bytes by URL and "files", if it has a parameter of that name.
 

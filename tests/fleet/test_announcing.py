@@ -18,7 +18,7 @@ from support.registries import KEY, serving
 from support.seeds import running
 from support.waiting import until
 from tensorlift.errors import OptionError, RequestError
-from tensorlift.fleet import saying
+from tensorlift.fleet import heartbeat
 from tensorlift.fleet.announcing import announce
 from tensorlift.fleet.contract import Announcement, Load, Near, near_of
 from tensorlift.fleet.server import RegistryServer
@@ -27,11 +27,11 @@ from tensorlift.forking.fork import fork_into
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saying, "_FIRST_BACKOFF", 0.05)
-    monkeypatch.setattr(saying, "_LAST_BACKOFF", 0.05)
-    monkeypatch.setattr(saying, "_SHORTEST_REST", 0.05)
+    monkeypatch.setattr(heartbeat, "_FIRST_BACKOFF", 0.05)
+    monkeypatch.setattr(heartbeat, "_LAST_BACKOFF", 0.05)
+    monkeypatch.setattr(heartbeat, "_SHORTEST_REST", 0.05)
     # What is looked at behind an end has to have been said.
-    monkeypatch.setattr(saying, "GOODBYE_SECONDS", 60.0)
+    monkeypatch.setattr(heartbeat, "GOODBYE_SECONDS", 60.0)
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ def test_a_killed_seed_is_gone_from_the_answers() -> None:
 
 
 def test_a_registry_that_does_not_answer_does_not_hold_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saying, "GOODBYE_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "GOODBYE_SECONDS", 0.05)
     reached, gate, said = threading.Event(), threading.Event(), list[str]()
 
     class Hanging:

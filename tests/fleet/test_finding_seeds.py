@@ -18,9 +18,9 @@ from support.ports import nobody
 from support.registries import KEY, announced, serving
 from support.waiting import until, when
 from tensorlift.errors import ForkError, OptionError, SeedError
-from tensorlift.fleet import finding_seeds, saying, table
+from tensorlift.fleet import finding_seeds, heartbeat, table
 from tensorlift.fleet.contract import Load, near_of
-from tensorlift.fleet.naming import registry_of
+from tensorlift.fleet.registry_urls import registry_of
 from tensorlift.fleet.server import RegistryServer
 from tensorlift.forking.manifest import ModelKey
 
@@ -32,9 +32,9 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding_seeds, "_DOWN_SECONDS", 0.3)
     monkeypatch.setattr(finding_seeds, "_DOWN_REST", 0.05)
     monkeypatch.setattr(finding_seeds, "_FULL_REST", 0.05)
-    monkeypatch.setattr(saying, "_SHORTEST_REST", 0.05)
+    monkeypatch.setattr(heartbeat, "_SHORTEST_REST", 0.05)
     # What is looked at behind an end has to have been said.
-    monkeypatch.setattr(saying, "GOODBYE_SECONDS", 60.0)
+    monkeypatch.setattr(heartbeat, "GOODBYE_SECONDS", 60.0)
 
 
 @pytest.fixture(autouse=True)

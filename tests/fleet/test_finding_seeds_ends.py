@@ -12,9 +12,9 @@ from support import leaks
 from support.registries import KEY
 from support.waiting import until
 from tensorlift.errors import ForkError, SeedError
-from tensorlift.fleet import finding_seeds, saying
+from tensorlift.fleet import finding_seeds, heartbeat
 from tensorlift.fleet.contract import near_of
-from tensorlift.fleet.naming import registry_of
+from tensorlift.fleet.registry_urls import registry_of
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_a_registry_that_wants_to_be_asked_again_at_once(clock: Clock) -> None:
 
 
 def test_a_registry_that_does_not_answer_does_not_hold_a_forks_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saying, "GOODBYE_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "GOODBYE_SECONDS", 0.05)
     reached, gate = threading.Event(), threading.Event()
 
     class Hanging:

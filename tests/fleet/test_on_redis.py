@@ -19,8 +19,8 @@ from support.waiting import until
 from tensorlift.errors import RequestError, SeedError
 from tensorlift.fleet import on_redis
 from tensorlift.fleet.contract import ForkReport, Load, Near, Registry, View
-from tensorlift.fleet.naming import registry_of
 from tensorlift.fleet.on_redis import RedisRegistry
+from tensorlift.fleet.registry_urls import registry_of
 from tensorlift.fleet.server import RegistryServer
 from tensorlift.forking.manifest import ModelKey
 

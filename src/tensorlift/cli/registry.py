@@ -42,7 +42,7 @@ def command(
     token = token_of(token_file)
     tls = tls_context(tls_cert, tls_key)
     with at_once():
-        from tensorlift.fleet.naming import MISSING
+        from tensorlift.fleet.registry_urls import MISSING
 
         try:
             from tensorlift.fleet.server import RegistryServer
@@ -66,7 +66,7 @@ def command(
 
 
 def _known(database: str | None) -> Table | RedisRegistry:
-    from tensorlift.fleet.naming import is_redis, on_redis
+    from tensorlift.fleet.registry_urls import is_redis, on_redis
     from tensorlift.fleet.store import Store
     from tensorlift.fleet.table import Table
 

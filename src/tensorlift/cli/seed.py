@@ -122,7 +122,7 @@ def command(
 
 def _registry(text: str | None, ca: Path | None, place: str | None, token: str) -> Any:
     """Where a seed is announced, if anywhere. Raises RequestError."""
-    from tensorlift.fleet.naming import announced_at
+    from tensorlift.fleet.registry_urls import announced_at
 
     if text is not None:
         return announced_at(text, token, ca)

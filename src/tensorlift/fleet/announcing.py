@@ -9,7 +9,7 @@ import time
 import msgspec
 
 from tensorlift.fleet.contract import Announcement, Load, Near, Registry
-from tensorlift.fleet.saying import Saying
+from tensorlift.fleet.heartbeat import Heartbeat
 from tensorlift.forking.seed import Seed
 
 __all__ = ["Announced", "announce"]
@@ -19,7 +19,7 @@ _log = logging.getLogger("tensorlift")
 
 def announce(seed: Seed, registry: Registry, near: Near, is_told: bool = False) -> Announced | None:
     """Announces a seed from now on to its end; None where forks would be sent to it in vain. ``is_told``: the
-    caller says what problem() was at first, see Saying.
+    caller says what problem() was at first, see Heartbeat.
     """
     if not seed.transports:
         _log.warning("a seed of %s is not announced: no transport is there", seed.key.model)
@@ -38,11 +38,11 @@ class Announced:
         self._seed, self._registry, self._near = seed, registry, near
         self._known: Announcement | None = None
         self._sent, self._at = 0, time.monotonic()
-        self._saying = Saying(self._say, f"{seed!r} is not announced", is_told)
+        self._heartbeat = Heartbeat(self._say, f"{seed!r} is not announced", is_told)
 
     def changed(self) -> None:
         """The seed has something to tell: who waits for it waits no longer than he must."""
-        self._saying.news()
+        self._heartbeat.news()
 
     def _say(self) -> float:
         load = self._load()
@@ -66,14 +66,14 @@ class Announced:
         return Load(stats["readers"], sent, rate, stats["granted_leases"])
 
     def problem(self, seconds: float) -> str:
-        """Why it is not announced now; "" where it is. See Saying.problem()."""
-        return self._saying.problem(seconds)
+        """Why it is not announced now; "" where it is. See Heartbeat.problem()."""
+        return self._heartbeat.problem(seconds)
 
     def close(self) -> None:
-        """The registry is told, where it is there and listens; see Saying.close()."""
-        self._saying.close(self._withdraw)
+        """The registry is told, where it is there and listens; see Heartbeat.close()."""
+        self._heartbeat.close(self._withdraw)
 
     def _withdraw(self) -> None:
         with contextlib.closing(self._registry):
-            if self._saying.was_heard:
+            if self._heartbeat.was_heard:
                 self._registry.withdraw(self._seed.instance)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from tensorlift.errors import ForkError, SeedError
 from tensorlift.fleet.contract import ForkReport, Near, Registry, State
-from tensorlift.fleet.saying import Saying
+from tensorlift.fleet.heartbeat import Heartbeat
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.format.quoting import clean
 from tensorlift.progress import SourceReport
@@ -46,7 +46,7 @@ class SeedFinder:
         self._given: tuple[str, ...] = ()
         self._given_at = self._begin
         self._left: dict[str, None] = {}
-        self._saying: Saying | None = None
+        self._heartbeat: Heartbeat | None = None
 
     @property
     def key(self) -> ModelKey:
@@ -118,13 +118,13 @@ class SeedFinder:
     def _tell(self, state: State) -> None:
         """From the registry's first answer on: that it does not answer is what seeds() raises."""
         before, self._state = self._state, state
-        if self._saying is None:
-            self._saying = Saying(
+        if self._heartbeat is None:
+            self._heartbeat = Heartbeat(
                 lambda: self._registry.report(self._report(self._state)) / 3,
                 "a registry is not told of a fork",
             )
         elif before != state:
-            self._saying.news()
+            self._heartbeat.news()
 
     def _report(self, state: State, reason: str = "") -> ForkReport:
         done, total = self._bytes
@@ -137,15 +137,15 @@ class SeedFinder:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._saying is None:
+        if self._heartbeat is None:
             self._registry.close()
             return
         reason = "" if error is None else clean(str(error) or type(error).__name__)[:_LONGEST_REASON]
         report = self._report("done" if error is None else "failed", reason)
-        self._saying.close(lambda: self._end_with(report))
+        self._heartbeat.close(lambda: self._end_with(report))
 
     def _end_with(self, report: ForkReport) -> None:
-        assert self._saying is not None
+        assert self._heartbeat is not None
         with contextlib.closing(self._registry):
-            if self._saying.was_heard is not False:
+            if self._heartbeat.was_heard is not False:
                 self._registry.report(report)

@@ -18,8 +18,8 @@ from tensorlift.fleet.contract import (
     Told,
     Wanted,
 )
-from tensorlift.forking.asking import HttpClient
 from tensorlift.forking.encryption import Ca
+from tensorlift.forking.http_client import HttpClient
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.urls import followed, split_url
 from tensorlift.format.quoting import clean, plural

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from tensorlift.errors import ForkError, ManifestError, RequestError, SeedError
-from tensorlift.forking.asking import HttpClient
 from tensorlift.forking.control import LeaseAnswer, LeaseRequest, StateAnswer
+from tensorlift.forking.http_client import HttpClient
 from tensorlift.forking.keys import told_key, what_is_there
 from tensorlift.forking.manifest import LONGEST_MANIFEST, ONE_SIDED, Manifest, ModelKey, Offer, decode
 from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer

@@ -9,7 +9,7 @@
     POST   /v1/ranks          {"instance", "key", "url"} -> {"seconds"}: another rank's, known for so long
     DELETE /v1/ranks/INSTANCE
     GET    /metrics           for Prometheus
-    GET    /get_remote_instance_transfer_engine_info?rank=N    for SGLang: see sglang_answer.py
+    GET    /get_remote_instance_transfer_engine_info?rank=N    for SGLang: see sglang_protocol_answer.py
 
 With a token every request has to have it (Authorization: Bearer), and whoever lacks it is told 401 and
 nothing else. 429: too many readers; 503: weights are being updated; both have a Retry-After. 410: the seed
@@ -35,7 +35,7 @@ from tensorlift.errors import RequestError
 from tensorlift.forking import metrics
 from tensorlift.forking.leases import LeaseRefusedError
 from tensorlift.forking.ranks import JoinAnswer, JoinRequest, Rank, RanksAnswer
-from tensorlift.forking.sglang_answer import rank_of
+from tensorlift.forking.sglang_protocol_answer import rank_of
 from tensorlift.forking.urls import is_rebound, placed
 
 if TYPE_CHECKING:

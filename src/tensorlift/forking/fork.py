@@ -19,11 +19,11 @@ from tensorlift.forking.manifest import Manifest, ModelKey
 from tensorlift.forking.matching import Errand, copies_of, errands
 from tensorlift.forking.offering import gpu_of, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source
-from tensorlift.forking.suitable import Wanted, sources_of
+from tensorlift.forking.same_weights import Wanted, sources_of
+from tensorlift.forking.tensor_digests import unlike
 from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.transports import FORKED
 from tensorlift.forking.ways import ways_of
-from tensorlift.forking.whole import unlike
 from tensorlift.format.quoting import plural
 from tensorlift.options import parse_count, parse_seconds, parse_size
 from tensorlift.progress import Report, SourceReport, by_source

@@ -151,7 +151,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     regions: tuple[Region, ...]
     tensors: tuple[Tensor, ...]
     digests: dict[_Text, _Digest] = {}
-    """Of whole tensors, where the seed knows them; see whole.py."""
+    """Of whole tensors, where the seed knows them; see tensor_digests.py."""
 
 
 class Layout(NamedTuple):

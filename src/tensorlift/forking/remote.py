@@ -23,7 +23,7 @@ from tensorlift.forking.client import SeedClient
 from tensorlift.forking.encryption import Ca
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import SPLITS, Manifest, ModelKey, Tensor, span_bytes
-from tensorlift.forking.suitable import alike, check_key
+from tensorlift.forking.same_weights import alike, check_key
 from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.tokens import TOKEN_VARIABLE, token_of
 from tensorlift.forking.transports import FORKED

@@ -22,10 +22,10 @@ from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Manifest, ModelKey, encode, layout_digest
 from tensorlift.forking.offering import gpu_of, named_tensors, offer, settle
 from tensorlift.forking.ranks import JoinRequest, RankTable
-from tensorlift.forking.sglang_answer import info
+from tensorlift.forking.sglang_protocol_answer import info
+from tensorlift.forking.tensor_digests import checked_digests, made_digests
 from tensorlift.forking.transports import SERVED, Served
 from tensorlift.forking.ways import Ways, ways_of
-from tensorlift.forking.whole import checked_digests, made_digests
 from tensorlift.options import parse_count, parse_port, parse_seconds
 
 __all__ = ["Follower", "Seed"]
@@ -84,7 +84,7 @@ class Seed:
         limit: such as "2GB/s", or "25%" of the rate of the NICs or the network; readers: forks at once;
         weights: the version; transports: which are offered (shm and tcp), devices, protocol: the NICs of
         mooncake and nixl, and what they move bytes by (docs/fork.md); digests: of whole tensors, those that
-        are known by name (see whole.py), or True to make them, now and behind each update, of what is in host
+        are known by name, or True to make them, now and behind each update, of what is in host
         memory.
         tls: (file of certificates, file of their key), or an ssl.SSLContext, for what is asked over HTTP.
         join: the URL of another seed, of the same token, that names this one to forks which want its key; ca:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tensorlift.forking.fabrics import Wiring
-from tensorlift.forking.links import link_rate
+from tensorlift.forking.network_rate import link_rate
 from tensorlift.forking.nics import chosen
 from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.transports import check_transports

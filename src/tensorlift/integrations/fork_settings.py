@@ -109,7 +109,7 @@ class ForkSettings:
 
     def _announced(self) -> dict[str, Any]:
         """Nothing where the registry is a list of seeds: that is for forks alone."""
-        from tensorlift.fleet.naming import is_list
+        from tensorlift.fleet.registry_urls import is_list
 
         if self.registry is None or is_list(self.registry):
             return {}
@@ -215,9 +215,9 @@ def _check_trust(made: ForkSettings) -> None:
     token, ca, publish = made.token or "", made.ca, made.publish
     if made.forks or ca is not None:
         from tensorlift.fleet.contract import near_of
-        from tensorlift.fleet.naming import registry_of
-        from tensorlift.forking.asking import HttpClient
+        from tensorlift.fleet.registry_urls import registry_of
         from tensorlift.forking.encryption import fork_context
+        from tensorlift.forking.http_client import HttpClient
 
         context = None if ca is None else fork_context(ca)
         for url in made.seed:

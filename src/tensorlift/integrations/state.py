@@ -25,7 +25,7 @@ import torch
 
 from tensorlift.errors import ForkError, RequestError
 from tensorlift.forking.offering import named_tensors, offer
-from tensorlift.forking.whole import made_digests
+from tensorlift.forking.tensor_digests import made_digests
 from tensorlift.format.quoting import plural, quote, some_of
 
 __all__ = ["SCALARS", "State"]

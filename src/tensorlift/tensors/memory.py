@@ -251,7 +251,7 @@ class CudaMemory:
         else:
             thread.join()
         if failed:
-            # Not kept in a list of this frame, which its traceback has: the cycle would hold the caller's blocks.
+            # Not kept in a list of this frame, which its traceback has: that cycle would hold blocks too.
             raise failed.pop()
         return made[0]
 

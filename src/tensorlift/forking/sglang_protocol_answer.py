@@ -1,4 +1,4 @@
-"""What a seed says to an SGLang that wants its weights by SGLang's own protocol: see sglang.py.
+"""What a seed says to an SGLang that wants its weights by SGLang's own protocol: see sglang_protocol.py.
 
 SGLang takes no lease, so one is held for it, for as long as one lasts. An update waits for that no longer
 than its timeout, and an SGLang that reads on behind it gets some of the old weights and some of the new,

@@ -16,8 +16,8 @@ from support.registries import KEY
 from tensorlift.errors import OptionError, RequestError, SeedError
 from tensorlift.fleet import lists
 from tensorlift.fleet.contract import ForkReport, Load, Near
-from tensorlift.fleet.naming import registry_of
 from tensorlift.fleet.registry_client import RegistryClient
+from tensorlift.fleet.registry_urls import registry_of
 from tensorlift.forking.manifest import ModelKey
 
 URLS = [f"http://10.0.0.{number}:7000" for number in range(1, 6)]

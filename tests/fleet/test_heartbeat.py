@@ -11,8 +11,8 @@ import pytest
 from support import leaks
 from support.waiting import until
 from tensorlift.errors import SeedError
-from tensorlift.fleet import saying
-from tensorlift.fleet.saying import Saying
+from tensorlift.fleet import heartbeat
+from tensorlift.fleet.heartbeat import Heartbeat
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ class Told:
 
 def test_in_time_and_at_once() -> None:
     often, seldom = Told(0.0), Told(600.0)
-    one, other = Saying(often, "a"), Saying(seldom, "b")
+    one, other = Heartbeat(often, "a"), Heartbeat(seldom, "b")
     until(lambda: often.times >= 2 and seldom.times == 1)
     other.news()
     until(lambda: seldom.times == 2)
@@ -52,26 +52,26 @@ def test_in_time_and_at_once() -> None:
 def test_failures_are_told_once_and_news_do_not_hurry_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saying, "_FIRST_BACKOFF", 0.01)
-    monkeypatch.setattr(saying, "_LAST_BACKOFF", 0.02)
+    monkeypatch.setattr(heartbeat, "_FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(heartbeat, "_LAST_BACKOFF", 0.02)
     told = Told(None, None, None, None, 600.0)
     with caplog.at_level(logging.WARNING, "tensorlift"):
-        one = Saying(told, "what")
+        one = Heartbeat(told, "what")
         until(lambda: one.was_heard)
         one.close(lambda: None)
     assert caplog.messages == ["what: nobody is there; this is tried again", "what: it is heard again"]
     caplog.clear()
     with caplog.at_level(logging.WARNING, "tensorlift"):
         # Who says by himself what problem() was is told by the log of what comes behind that alone.
-        one = Saying(Told(None, None, 0.01, None, 600.0), "what", is_told=True)
+        one = Heartbeat(Told(None, None, 0.01, None, 600.0), "what", is_told=True)
         until(lambda: len(caplog.messages) == 3)
         one.close(lambda: None)
     heard, again = "what: it is heard again", "what: nobody is there; this is tried again"
     assert caplog.messages == [heard, again, heard]
-    monkeypatch.setattr(saying, "_FIRST_BACKOFF", 600.0)
-    monkeypatch.setattr(saying, "_LAST_BACKOFF", 600.0)
+    monkeypatch.setattr(heartbeat, "_FIRST_BACKOFF", 600.0)
+    monkeypatch.setattr(heartbeat, "_LAST_BACKOFF", 600.0)
     down = Told(None)
-    two = Saying(down, "what")
+    two = Heartbeat(down, "what")
     until(lambda: two.was_heard is False)
     for _ in range(20):
         two.news()
@@ -81,9 +81,9 @@ def test_failures_are_told_once_and_news_do_not_hurry_them(
 
 
 def test_a_rest_has_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saying, "_LONGEST_REST", 0.01)
+    monkeypatch.setattr(heartbeat, "_LONGEST_REST", 0.01)
     endless = Told(float("inf"))
-    one = Saying(endless, "a")
+    one = Heartbeat(endless, "a")
     until(lambda: endless.times >= 1)
     one.close(lambda: None)
 
@@ -95,7 +95,7 @@ def test_why_it_was_not_heard() -> None:
         gate.wait()
         raise SeedError("nobody is there")
 
-    one, other = Saying(say, "a"), Saying(Told(600.0), "b")
+    one, other = Heartbeat(say, "a"), Heartbeat(Told(600.0), "b")
     assert one.problem(0.01) == "there is no answer in 0.01 s"
     gate.set()
     assert (one.problem(60), other.problem(60)) == ("nobody is there", "")
@@ -105,7 +105,7 @@ def test_why_it_was_not_heard() -> None:
 
 def test_the_last_is_said_once_behind_what_is_being_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """And whoever ends does not wait for it longer than a moment."""
-    monkeypatch.setattr(saying, "GOODBYE_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "GOODBYE_SECONDS", 0.05)
     reached, gate, said = threading.Event(), threading.Event(), list[str]()
 
     def say() -> float:
@@ -114,7 +114,7 @@ def test_the_last_is_said_once_behind_what_is_being_said(monkeypatch: pytest.Mon
         said.append("first")
         return 600.0
 
-    one = Saying(say, "a")
+    one = Heartbeat(say, "a")
     assert reached.wait(60)
     one.close(lambda: said.append("last"))
     one.close(lambda: said.append("again"))

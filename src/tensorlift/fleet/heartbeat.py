@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tensorlift.errors import TensorliftError
 from tensorlift.forking.joining import GOODBYE_SECONDS
 
-__all__ = ["Saying"]
+__all__ = ["Heartbeat"]
 
 # A registry that was begun again knows seeds for one lease: they come back sooner.
 _FIRST_BACKOFF, _LAST_BACKOFF = 1.0, 10.0
@@ -20,7 +20,7 @@ _SHORTEST_REST, _LONGEST_REST = 0.5, 600.0
 _log = logging.getLogger("tensorlift")
 
 
-class Saying:
+class Heartbeat:
     """From its beginning until close(). What goes wrong is logged once, and tried again."""
 
     def __init__(self, say: Callable[[], float], what: str, is_told: bool = False) -> None:

@@ -19,12 +19,12 @@ from support import one_sided as support
 from tensorlift import fork
 from tensorlift.engine.abi_fork import Memory
 from tensorlift.errors import ForkError, OptionError, SeedError
-from tensorlift.forking import sglang
+from tensorlift.forking import sglang_protocol
 from tensorlift.forking.fabrics import Shared
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.mooncake import Mooncake
 from tensorlift.forking.seed import Seed
-from tensorlift.forking.sglang_answer import PATHS, rank_of
+from tensorlift.forking.sglang_protocol_answer import PATHS, rank_of
 from tensorlift.format.bounds import MOST_PARTS
 
 KEY = ModelKey(model="m", tp=(1, 2))
@@ -260,7 +260,7 @@ def test_an_answer_that_would_take_much_memory_is_refused_before_it_does() -> No
     tracemalloc.start()
     try:
         with pytest.raises(SeedError, match="answers what no SGLang server answers"):
-            sglang._asked(Asked(), 0)  # type: ignore[arg-type]
+            sglang_protocol._asked(Asked(), 0)  # type: ignore[arg-type]
         assert tracemalloc.get_traced_memory()[1] < 10 * MOST_PARTS
     finally:
         tracemalloc.stop()

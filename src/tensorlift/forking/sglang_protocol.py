@@ -3,7 +3,7 @@
     GET /get_remote_instance_transfer_engine_info?rank=N
     {"rank": N, "remote_instance_transfer_engine_info": ["host:port", {name: [address, items, bytes each]}]}
 
-A seed of ours answers it (sglang_answer.py), and a fork reads from an SGLang server that does. It has neither
+A seed of ours answers it, and a fork reads from an SGLang server that does. It has neither
 epochs nor digests nor leases: a fork asks again behind its reads, and takes what came if the answer is the
 same. That is the same behind an update in place too, so that of a seed of ours its epoch is asked instead.
 """
@@ -33,7 +33,7 @@ from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, ModelKey, Tensor, span_bytes
 from tensorlift.forking.mooncake import Mooncake
 from tensorlift.forking.offering import Named, Offering, gpu_of, named_tensors, offer, settle
-from tensorlift.forking.sglang_answer import PATHS
+from tensorlift.forking.sglang_protocol_answer import PATHS
 from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.urls import split_url
 from tensorlift.forking.ways import ways_of

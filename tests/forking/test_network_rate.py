@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tensorlift.forking import links
-from tensorlift.forking.links import link_rate
+from tensorlift.forking import network_rate
+from tensorlift.forking.network_rate import link_rate
 
 
 @pytest.fixture
 def interfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Those of a machine with two that have a speed; lo has 127.0.0.1 on the real one, and ::1."""
-    monkeypatch.setattr(links, "_INTERFACES", tmp_path)
+    monkeypatch.setattr(network_rate, "_INTERFACES", tmp_path)
     inet6 = tmp_path / "if_inet6"
     inet6.write_text(
         "00000000000000000000000000000001 01 80 10 80       lo\n"
         "fd000000000000000000000000000007 02 40 00 80    fast0\n"
     )
-    monkeypatch.setattr(links, "_INET6", inet6)
+    monkeypatch.setattr(network_rate, "_INET6", inet6)
     for name, speed in (("fast0", "200000\n"), ("lo", "1000\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "speed").write_text(speed)
