@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 
+import msgspec
 import pytest
 
 import tensorlift
@@ -112,7 +113,7 @@ def test_memory_that_is_released_is_not_read_and_lost_weights_have_to_come_again
     assert forked(url) == (1.0, 1.0, "v")
     publisher.withdraw("it sleeps", lost=True)
     publisher.restore()
-    publisher.begin_update("of the draft", whole=False)
+    publisher.begin_update("of the draft", role="draft")
     publisher.end_update()
     with pytest.raises(SeedError):
         forked(url)
@@ -124,6 +125,21 @@ def test_memory_that_is_released_is_not_read_and_lost_weights_have_to_come_again
     publisher.came()
     publisher.end_update()
     assert forked(url)[0] == 1.0
+
+
+def test_weights_that_are_lost_come_back_role_by_role(publisher, caplog):
+    draft = msgspec.structs.replace(KEY, role="draft 1")
+    for key in (KEY, draft):
+        publisher.add(lambda: State(Model(1.0), "tests"), lambda key=key: key, SETTINGS, LOG)
+    publisher.serve()
+    publisher.withdraw("they are reset", lost=True)
+    for role, is_all in (("target", False), ("draft", True)):
+        publisher.begin_update("one role", role=role)
+        publisher.came()
+        caplog.clear()
+        publisher.end_update()
+        assert ("offers" in caplog.text) is is_all
+    assert [forked(url_of(caplog, at), key)[0] for at, key in enumerate((KEY, draft))] == [1.0, 1.0]
 
 
 def test_an_update_goes_on_behind_a_withdrawal(publisher, caplog):

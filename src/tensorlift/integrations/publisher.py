@@ -52,9 +52,14 @@ class Publisher:
         self._offers: list[_Offer] = []
         self._log = logging.getLogger("tensorlift")
         self._serving = self._in_vain = False
-        self._lost = self._gone = False
-        """Weights, until an update brings them; memory, until restore()."""
-        self._updating = self._spoiled = self._whole = self._came = False
+        self._lost: set[str] = set()
+        """Roles whose weights are, until updates bring them."""
+        self._gone = False
+        """Memory is, until restore()."""
+        self._updating = self._spoiled = False
+        self._brings: str | None = None
+        """Whose weights the update that is under way is of, "" for all; None: of nothing that is lost."""
+        self._came: set[str] = set()
         self._start, self._updates = "", 0
         self._ending = contextlib.ExitStack()
         """Of the update that is under way: lets readers of the seeds in again."""
@@ -114,7 +119,11 @@ class Publisher:
         ``lost``: an update that begins later has to bring weights before any are offered again. ``gone``: so
         does restore(), memory.
         """
-        self._lost, self._gone, self._whole = self._lost or lost, self._gone or gone, self._whole and not lost
+        self._gone = self._gone or gone
+        if lost:
+            self._lost |= {offer.key.role for offer in self._offers}
+            self._brings = None
+            self._came.clear()
         for offer in self._offers:
             if offer.seed is not None:
                 self._withdraw(offer)
@@ -128,7 +137,7 @@ class Publisher:
             self._withdraw(offer)
         self._let_in()
         self._offers, self._serving = [], False
-        self._lost = self._gone = self._updating = False
+        self._lost, self._gone, self._updating = set(), False, False
 
     @property
     def is_updating(self) -> bool:
@@ -149,15 +158,15 @@ class Publisher:
             if not inside:
                 self.end_update()
 
-    def begin_update(self, what: str, *, whole: bool = True) -> None:
+    def begin_update(self, what: str, *, role: str = "") -> None:
         """Nobody reads what changes now; readers begin again behind it, and are not waited for.
 
-        Inside an update this does nothing. ``whole``: where weights were lost, this brings
-        them, if came() is called.
+        Inside an update this does nothing. Where weights were lost, this brings those of ``role`` ("target",
+        "draft", or "" for all), if came() is called.
         """
         if self._updating:
             return
-        self._updating, self._spoiled, self._whole, self._came = True, False, whole, False
+        self._updating, self._spoiled, self._brings, self._came = True, False, role, set()
         self._updates += 1
         for offer in self._offers:
             # All ranks see the same updates, and a fork of several ranks wants one version.
@@ -175,9 +184,10 @@ class Publisher:
                 self._say_not(offer, f"{what}: {type(error).__name__}: {error}")
         self._offers = [offer for offer in self._offers if not offer.state.is_held]
 
-    def came(self) -> None:
-        """Of the update that is under way: an engine may also refuse one, or end it with nothing in it."""
-        self._came = True
+    def came(self, role: str | None = None) -> None:
+        """Of the update under way, or of one role in it: an engine may also refuse, or bring nothing."""
+        if self._brings is not None:
+            self._came.add(self._brings if role is None else role)
 
     def spoil(self) -> None:
         """The update has failed half way."""
@@ -191,7 +201,8 @@ class Publisher:
         if self._spoiled:
             self.withdraw("an update has failed, and the weights are of no version", lost=True)
             return
-        self._lost &= not (self._whole and self._came)
+        # Drafts may have numbers: "draft 1".
+        self._lost = {role for role in self._lost if not role.startswith(tuple(self._came))}
         for offer in self._offers:
             try:
                 offer.state.refresh()

@@ -86,10 +86,10 @@ def _made(go: Callable[[], Any], *_: Any, **__: Any) -> None:
 # SGLang allows both inside a session too, whose end is then the end of the update.
 
 
-def _from_disk(go: Callable[[], Any], *_: Any) -> Any:
+def _from_disk(go: Callable[[], Any], manager: Any, request: Any) -> Any:
     # One that fails has changed nothing, or SGLang has loaded the weights from before again.
     with imported_publisher().updating("weights are loaded from disk"):
-        return _came(go())
+        return _came(go(), _role(request))
 
 
 def _from_ipc(go: Callable[[], Any], *_: Any) -> Any:
@@ -101,7 +101,7 @@ def _begins(go: Callable[[], Any], manager: Any, request: Any) -> Any:
     publisher = imported_publisher()
     if publisher.is_updating:
         return go()  # which refuses a second session
-    publisher.begin_update("weights are updated", whole=getattr(request, "selector", "all") != "draft")
+    publisher.begin_update("weights are updated")
     try:
         answer = _looked_at(go())
     except BaseException:
@@ -111,6 +111,11 @@ def _begins(go: Callable[[], Any], manager: Any, request: Any) -> Any:
     if not answer.success:
         publisher.end_update()
     return answer
+
+
+def _role(request: Any) -> str:
+    selector = getattr(request, "selector", "all")
+    return "" if selector == "all" else str(selector)
 
 
 def _within(go: Callable[[], Any], manager: Any, *_: Any) -> Any:
@@ -127,8 +132,8 @@ def _within(go: Callable[[], Any], manager: Any, *_: Any) -> Any:
         raise
 
 
-def _brings(go: Callable[[], Any], manager: Any, *_: Any) -> Any:
-    return _came(_within(go, manager))
+def _brings(go: Callable[[], Any], manager: Any, request: Any) -> Any:
+    return _came(_within(go, manager), _role(request))
 
 
 def _ends(go: Callable[[], Any], manager: Any, *_: Any) -> Any:
@@ -143,9 +148,9 @@ def _looked_at(answer: Any) -> Any:
     return answer
 
 
-def _came(answer: Any) -> Any:
+def _came(answer: Any, role: str = "") -> Any:
     if answer.success:
-        imported_publisher().came()
+        imported_publisher().came(role)
     return answer
 
 

@@ -137,11 +137,11 @@ def _reloads(publisher: Any, *_: Any, **__: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _begins(publisher: Any, *_: Any, whole: bool = True, **__: Any) -> Iterator[None]:
+def _begins(publisher: Any, *_: Any, role: str = "target", **__: Any) -> Iterator[None]:
     if publisher.is_updating:  # vLLM refuses a second session, and the first goes on
         yield
         return
-    publisher.begin_update("weights are updated", whole=whole)
+    publisher.begin_update("weights are updated", role=role)
     with _goes_on(publisher):
         yield
 
@@ -216,7 +216,7 @@ _AROUND = {
     "compile_or_warm_up_model": _serves,
     "reload_weights": _reloads,
     "start_weight_update": _begins,
-    "start_draft_weight_update": functools.partial(_begins, whole=False),
+    "start_draft_weight_update": functools.partial(_begins, role="draft"),
     "update_weights": _brings,
     "finish_weight_update": _ends,
     "sleep": _sleeps,
