@@ -33,6 +33,12 @@ def test_the_least_quota_of_all_ancestors_holds(tmp_path: Path) -> None:
     assert machine.usable_cpus(root, [3]) == 1
 
 
+def test_a_quarter_of_a_cpu_is_one(tmp_path: Path) -> None:
+    root = v2(tmp_path, {"a/b/c/": "25000 100000"})
+    assert machine.cpu_quota(root) == 0.25
+    assert machine.usable_cpus(root, range(8)) == 1
+
+
 def test_no_quota(tmp_path: Path) -> None:
     root = v2(tmp_path, {"a/": "max 100000"})
     assert machine.cpu_quota(root) is None
