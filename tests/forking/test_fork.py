@@ -263,7 +263,7 @@ def test_instances_whose_weights_have_no_version_are_not_mixed() -> None:
 def test_a_manifest_that_offers_what_is_no_address(seed: Seed) -> None:
     offers = (Offer("tcp", "somewhere"),)
     lying = msgspec.structs.replace(SeedClient(seed.url).manifest(), transports=offers)
-    seed._manifest = ("tag", encode(lying))
+    seed._manifest = encode(lying)
     with pytest.raises(ManifestError, match="offers tcp where nobody can be: 'http://somewhere' is no URL"):
         fork_into(Model(2), seed.url)
 
