@@ -236,7 +236,9 @@ class Reader:
                 self._bring(source, connection, number)
         finally:
             with self._state:
-                source.transport = made.transport
+                # Some know only by a chunk in which way they bring them.
+                if connection.moved:
+                    source.transport = made.transport
                 source.registering = max(source.registering, connection.registering)
                 if connection in source.connections:
                     source.closed_bytes += connection.moved
