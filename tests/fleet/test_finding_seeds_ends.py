@@ -48,26 +48,39 @@ def finder(registry: Any, wait: float) -> finding_seeds.SeedFinder:
 
 
 def test_seeds_that_fail_are_not_asked_for_longer_than_is_waited(clock: Clock) -> None:
-    asked = finder(registry_of(["http://10.0.0.1:1", "http://10.0.0.2:1", "http://10.0.0.3:1"]), 30.0)
-    asked.seeds()
-    clock.now = 29.0
-    asked.seeds(ForkError("it failed"))
-    clock.now = 31.0
-    with pytest.raises(SeedError, match="it failed; it was waited for long enough"):
+    registry = registry_of(["http://10.0.0.1:1", "http://10.0.0.2:1", "http://10.0.0.3:1"])
+    with finder(registry, 30.0) as asked:
+        asked.seeds()
+        clock.now = 29.0
         asked.seeds(ForkError("it failed"))
+        clock.now = 31.0
+        with pytest.raises(SeedError, match="it failed; it was waited for long enough"):
+            asked.seeds(ForkError("it failed"))
 
 
 def test_a_seed_that_fails_after_a_long_while_of_bytes_is_replaced(clock: Clock) -> None:
-    asked = finder(registry_of(["http://10.0.0.1:1", "http://10.0.0.2:1"]), 30.0)
-    first = asked.seeds()
-    clock.now = 29.0
-    asked.progress(None)(1, 2, by_source={})
-    clock.now = 1000.0
-    assert asked.seeds(ForkError("it died")) != first
+    with finder(registry_of(["http://10.0.0.1:1", "http://10.0.0.2:1"]), 30.0) as asked:
+        first = asked.seeds()
+        clock.now = 29.0
+        asked.progress(None)(1, 2, by_source={})
+        clock.now = 1000.0
+        assert asked.seeds(ForkError("it died")) != first
+
+
+class Told:
+    """A registry that is told what it likes."""
+
+    closed = False
+
+    def report(self, fork: Any) -> float:
+        return 15.0
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def test_a_registry_that_wants_to_be_asked_again_at_once(clock: Clock) -> None:
-    class Eager:
+    class Eager(Told):
         times = 0
 
         def candidates(self, *_: Any) -> list[str]:
@@ -75,8 +88,8 @@ def test_a_registry_that_wants_to_be_asked_again_at_once(clock: Clock) -> None:
             raise SeedError("ask again", 1e-9)
 
     eager = Eager()
-    with pytest.raises(SeedError, match="ask again"):
-        finder(eager, 2.0).seeds()
+    with finder(eager, 2.0) as asked, pytest.raises(SeedError, match="ask again"):
+        asked.seeds()
     assert 10 < eager.times < 30
 
 
@@ -84,19 +97,18 @@ def test_a_registry_that_does_not_answer_does_not_hold_a_forks_end(monkeypatch: 
     monkeypatch.setattr(heartbeat, "GOODBYE_SECONDS", 0.05)
     reached, gate = threading.Event(), threading.Event()
 
-    class Hanging:
-        closed = False
+    class Hanging(Told):
+        def candidates(self, *_: Any) -> list[str]:
+            return ["http://10.0.0.1:1"]
 
         def report(self, fork: Any) -> float:
             reached.set()
             gate.wait()
-            return 15.0
-
-        def close(self) -> None:
-            self.closed = True
+            return super().report(fork)
 
     hanging = Hanging()
-    with finder(hanging, 2.0):
+    with finder(hanging, 2.0) as asked:
+        asked.seeds()
         assert reached.wait(60)
     assert not hanging.closed
     gate.set()
