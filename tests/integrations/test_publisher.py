@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import subprocess
 import sys
 
@@ -21,15 +20,6 @@ from tensorlift.integrations import publisher as publishing
 from tensorlift.integrations.fork_settings import ForkSettings, Publish
 from tensorlift.integrations.publisher import Publisher
 from tensorlift.integrations.state import State
-
-
-@pytest.fixture
-def publisher(monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    made = Publisher()
-    monkeypatch.setattr(publishing, "rank", lambda: 0)
-    yield made
-    made.close()
 
 
 def test_nothing_is_offered_before_the_engine_serves_nor_unless_it_is_asked_for(publisher, caplog):

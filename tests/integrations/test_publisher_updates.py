@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 
@@ -18,17 +17,7 @@ from tensorlift.forking import seed as seeds
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.leases import LeaseRefusedError
 from tensorlift.integrations import publisher as publishing
-from tensorlift.integrations.publisher import Publisher
 from tensorlift.integrations.state import State
-
-
-@pytest.fixture
-def publisher(monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    made = Publisher()
-    monkeypatch.setattr(publishing, "rank", lambda: 0)
-    yield made
-    made.close()
 
 
 def test_a_changed_model_has_another_version_and_is_read_as_a_whole(publisher, caplog):
