@@ -63,12 +63,7 @@ def interrupted(kind: str, path: str) -> dict[str, Any]:
         outcome = "interrupted"
     took = time.monotonic() - sent[0]
     thread.join()
-    after = leaks.held()
-    return {
-        "outcome": outcome,
-        "took": took,
-        "left": [after[0] - before[0], len(after[1] - before[1]), after[2] - before[2]],
-    }
+    return {"outcome": outcome, "took": took, "left": leaks.left(before)}
 
 
 @pytest.mark.parametrize("kind", ["load", "open", "load_into", "get_tensor"])
@@ -102,8 +97,7 @@ def often_interrupted(folder: str, count: int) -> dict[str, Any]:
             lost += 1
         except KeyboardInterrupt:
             pass
-    after = leaks.held()
-    return {"lost": lost, "left": [after[0] - before[0], len(after[1] - before[1]), after[2] - before[2]]}
+    return {"lost": lost, "left": leaks.left(before)}
 
 
 def test_interrupts_at_any_moment_end_and_leave_nothing(tmp_path: Path) -> None:
@@ -142,4 +136,4 @@ def test_an_interrupt_while_the_engine_ends_leaves_no_memory(
         monkeypatch.setitem(abi.library().call, name, then_interrupted)
         with pytest.raises(KeyboardInterrupt):
             runs[kind]()
-        assert leaks.held() == before
+        assert leaks.left(before) == [0, 0, 0]

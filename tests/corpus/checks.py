@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 
 from corpus.oracle import MARK_BYTES, expected
+from support import leaks
 from support.checkpoints import nbytes_of
 from tensorlift.format.dtypes import BY_CODE
 
@@ -78,10 +77,6 @@ def sentinel(names: list[str]) -> dict[str, torch.Tensor]:
     return {name: torch.full((8,), 7, dtype=torch.uint8) for name in names or ["w"]}
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def threads() -> int:
     """Threads of this process, those of native code included."""
     return len(os.listdir("/proc/self/task"))
@@ -101,19 +96,14 @@ def nothing_left() -> Iterator[None]:
     torch.count_nonzero(
         torch.zeros(1 << 22)
     )  # torch's own threads, which stay, start with the first large tensor
-    gc.collect()
-    before = descriptors(), threads(), threading.active_count()
-    yield
-    gc.collect()
-    after = descriptors(), threads(), threading.active_count()
-    assert all(a <= b for a, b in zip(after, before, strict=True)), (before, after)
+    with leaks.nothing_left(arenas=False):
+        yield
 
 
 __all__ = [
     "check_case",
     "check_file",
     "check_tensor",
-    "descriptors",
     "empty_state",
     "nothing_left",
     "raw_bytes",

@@ -140,9 +140,7 @@ def forked(path: str, count: int, threads: int) -> dict[str, Any]:
     stop.set()
     for thread in running:
         thread.join()
-    after = leaks.held()
-    left = [after[0] - held[0], len(after[1] - held[1]), after[2] - held[2]]
-    return {"codes": codes, "wrong": wrong[0], "left": left}
+    return {"codes": codes, "wrong": wrong[0], "left": leaks.left(held)}
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -221,9 +219,7 @@ def under_signals(path: str, number: int, backends: list[str]) -> dict[str, Any]
     finally:
         stop.set()
         sender.join()
-    after = leaks.held()
-    left = [after[0] - held[0], len(after[1] - held[1]), after[2] - held[2]]
-    return {"came": came[0] > 0, "wrong": wrong, "left": left}
+    return {"came": came[0] > 0, "wrong": wrong, "left": leaks.left(held)}
 
 
 def usable(path: Path) -> list[str]:

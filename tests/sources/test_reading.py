@@ -6,12 +6,11 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from support import child, seccomp
+from support import child, leaks, seccomp
 from support.checkpoints import header_bytes, random_checkpoint, random_row, write_raw, write_safetensors
 from tensorlift.engine import abi
 from tensorlift.errors import (
@@ -23,22 +22,6 @@ from tensorlift.errors import (
     TruncatedError,
 )
 from tensorlift.sources import find, read_headers, read_headers_in_parts, reading
-
-
-def threads_now() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def back_to(threads: int) -> bool:
-    """Whether there are so many threads soon: one that has done its work needs a moment to be gone."""
-    end = time.monotonic() + 10
-    while threads_now() > threads and time.monotonic() < end:
-        time.sleep(0.001)
-    return threads_now() <= threads
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize(
@@ -123,10 +106,8 @@ def openings(folder, work):
 def test_each_file_is_opened_once_and_closed(tmp_path, read):
     random_checkpoint(tmp_path, shards=40, tensors=1)
     found = find(tmp_path)
-    before, threads = descriptors(), threads_now()
-    assert openings(tmp_path, lambda: read(found)) == 40
-    assert descriptors() == before
-    assert back_to(threads)
+    with leaks.nothing_left():
+        assert openings(tmp_path, lambda: read(found)) == 40
 
 
 @pytest.fixture
@@ -159,32 +140,26 @@ def test_what_is_done_meanwhile_comes_before_the_first_header(tmp_path, monkeypa
 
 def test_what_fails_meanwhile_leaves_nothing(tmp_path):
     random_checkpoint(tmp_path, shards=20, tensors=1)
-    before, threads = descriptors(), threads_now()
-    with pytest.raises(ZeroDivisionError):
+    with leaks.nothing_left(), pytest.raises(ZeroDivisionError):
         read_headers(find(tmp_path), lambda: 1 // 0)
-    assert descriptors() == before
-    assert back_to(threads)
 
 
 def test_an_iteration_that_is_left_ends_its_threads(tmp_path):
     random_checkpoint(tmp_path, shards=60, tensors=2)
-    threads = threads_now()
-    parts = read_headers_in_parts(find(tmp_path))
-    next(parts)
-    parts.close()
-    assert back_to(threads)
+    with leaks.nothing_left():
+        parts = read_headers_in_parts(find(tmp_path))
+        next(parts)
+        parts.close()
 
 
 @pytest.mark.parametrize("files", [1, 20])
 def test_nothing_is_left_after_an_error(tmp_path, files):
     written = random_checkpoint(tmp_path, shards=files, tensors=1)
     written.files[0].write_bytes(b"")
-    before, threads = descriptors(), threads_now()
-    for _ in range(3):
-        with pytest.raises(TruncatedError):
-            read_headers(find(tmp_path))
-    assert descriptors() == before
-    assert back_to(threads)
+    with leaks.nothing_left():
+        for _ in range(3):
+            with pytest.raises(TruncatedError):
+                read_headers(find(tmp_path))
 
 
 def test_200_shards_with_64_descriptors(tmp_path):

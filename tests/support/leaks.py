@@ -19,7 +19,10 @@ def _freeze() -> None:
     gc.freeze()
 
 
-def held() -> tuple[int, set[str], int]:
+Held = tuple[int, set[str], int]
+
+
+def held() -> Held:
     """(threads, open descriptors' targets, live arenas) of this process."""
     _freeze()
     gc.collect()
@@ -29,6 +32,17 @@ def held() -> tuple[int, set[str], int]:
         with contextlib.suppress(FileNotFoundError):
             targets.add(f"{number}:{os.readlink(f'/proc/self/fd/{number}')}")
     return len(os.listdir("/proc/self/task")), targets, abi.library().arena_live()
+
+
+def left(before: Held, seconds: float = 10) -> list[int]:
+    """How many threads, descriptors and arenas are held beyond ``before``.
+
+    The kernel lists a thread that was joined for a moment more: then, and now.
+    """
+    end = time.monotonic() + seconds
+    while (now := held())[0] > before[0] and time.monotonic() < end:
+        time.sleep(0.001)
+    return [max(0, now[0] - before[0]), len(now[1] - before[1]), now[2] - before[2]]
 
 
 def comes_to_nothing(left: Callable[[], Sequence[object]], seconds: float = 10) -> bool:
@@ -47,12 +61,8 @@ def nothing_left(arenas: bool = True) -> Iterator[None]:
     # The first load starts what torch and the library start once.
     before = held()
     yield
-    after, end = held(), time.monotonic() + 5
-    # The kernel lists a thread that was joined for a moment more.
-    while after[0] > before[0] and time.monotonic() < end:
-        time.sleep(0.001)
-        after = held()
-    assert after[0] <= before[0], "threads are left"
-    assert after[1] <= before[1], "descriptors are left"
+    threads, descriptors, arenas_left = left(before)
+    assert not threads, "threads are left"
+    assert not descriptors, f"descriptors are left: {held()[1] - before[1]}"
     if arenas:
-        assert after[2] == before[2], "arenas are left"
+        assert arenas_left == 0, "arenas are left"
