@@ -177,12 +177,20 @@ class Copy:
         """Nothing."""
 
 
-class Contender:
-    """One way with some threads, each with what it brings chunks by."""
+def cpu_seconds(process: int | None) -> float:
+    """That this process and, where there is one, another have used so far, all their threads together."""
+    if process is None:
+        return time.process_time()
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def __init__(self, name: str, nbytes: int, workers: list[Any]) -> None:
-        self.series = Series(name, nbytes)
-        self._workers = workers
+
+class Contender:
+    """One way with some threads, each with what it brings chunks by. ``seed``: the process that it reads."""
+
+    def __init__(self, name: str, nbytes: int, workers: list[Any], seed: int | None = None) -> None:
+        self.series, self.cpu = Series(name, nbytes), Series(f"{name}, CPU seconds", nbytes)
+        self._workers, self._seed = workers, seed
 
     def sample(self) -> None:
         """Brings all chunks once, each thread as many as it can."""
@@ -201,12 +209,13 @@ class Contender:
                 failed.append(error)
 
         threads = [threading.Thread(target=pull, args=[worker.bring]) for worker in self._workers]
-        begin = time.perf_counter()
+        used, begin = cpu_seconds(self._seed), time.perf_counter()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         self.series.seconds.append(time.perf_counter() - begin)
+        self.cpu.seconds.append(cpu_seconds(self._seed) - used)
         if failed:
             raise failed[0]
 

@@ -9,7 +9,8 @@
 Both with as many threads as the fork has connections, and with chunks as large. The fork also copies each
 chunk out of the memory that the engine has read it to, has the seed say the epoch, and compares it with the
 seed's digest or does not. All take turns; the first round does not count. After each sample every byte is
-compared.
+compared. CPU seconds are those of both processes: where both cores are at work in the bare loop, no fork can
+be faster than it by more than the bytes that both get out of a CPU second.
 """
 
 from __future__ import annotations
@@ -102,13 +103,13 @@ class Ours(beside.Ours):
 
 @contextlib.contextmanager
 def seed_apart(kind: str, nbytes: int) -> Iterator[dict[str, Any]]:
-    """The seed's process, and what it offers."""
+    """What the seed offers, and its process."""
     command = [sys.executable, __file__, "--seed", kind, "--bytes", str(nbytes)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         line = next(line for line in child.stdout if line.startswith("[]"))
-        yield json.loads(line[2:])
+        yield json.loads(line[2:]) | {"process": child.pid}
     finally:
         child.communicate()
 
@@ -125,30 +126,38 @@ def measured(kind: str, nbytes: int, runs: int) -> list[Row]:
         ends.callback(shared.fabric.unregister, [Memory(to.ctypes.data, nbytes)])
         forks = {}
         for name, digests in (("digests", True), ("no digests", False)):
-            ours = [Ours(kind, found["offers"], to, digests) for _ in range(CONNECTIONS)]
-            forks[name] = beside.Contender(f"fork, {kind}, {name}", nbytes, ours)
+            made = [Ours(kind, found["offers"], to, digests) for _ in range(CONNECTIONS)]
+            forks[name] = beside.Contender(f"fork, {kind}, {name}", nbytes, made, found["process"])
             ends.callback(forks[name].close)
         bare = {"polled": False, **({"waiting": True} if kind == "mooncake" else {})}
-        loops = {}
+        bare_loops = {}
         for name, waits in bare.items():
-            loop = Bare(shared.fabric, found, to, waits)
-            loops[name] = beside.Contender(f"{kind}, {name}", nbytes, [loop] * CONNECTIONS)
-        contenders = [*forks.values(), *loops.values()]
+            loop: list[Any] = [Bare(shared.fabric, found, to, waits)] * CONNECTIONS
+            bare_loops[name] = beside.Contender(f"{kind}, {name}", nbytes, loop, found["process"])
+        contenders = [*forks.values(), *bare_loops.values()]
         for number in range(runs + 1):
             for one in contenders[number % len(contenders) :] + contenders[: number % len(contenders)]:
                 to[:] = 0
                 one.sample()
                 if not np.array_equal(to, given):
                     raise MismatchError(f"{one.series.name}: other bytes have come")
-        transport = f"{ours[0].transport}, {CONNECTIONS} connections"
-        return [
-            Row(
-                f"{transport}, {name}", f"rate, of a bare loop, {how}",
-                fork.series.rate / bare_loop.series.rate, BAR, True, [bare_loop.series, fork.series],
-            )
-            for name, fork in forks.items()
-            for how, bare_loop in loops.items()
-        ]  # fmt: skip
+        transport = f"{made[0].transport}, {CONNECTIONS} connections"
+        rows = []
+        for name, fork in forks.items():
+            title = f"{transport}, {name}"
+            for how, bare_loop in bare_loops.items():
+                for what, bar, ours, theirs in (
+                    ("rate", BAR, fork.series, bare_loop.series),
+                    ("bytes a CPU second", None, fork.cpu, bare_loop.cpu),
+                ):
+                    ratio = ours.rate / theirs.rate
+                    rows.append(
+                        Row(title, f"{what}, of a bare loop, {how}", ratio, bar, True, [theirs, ours])
+                    )
+        for one in contenders:
+            cores, what = one.cpu.median / one.series.median, f"cores of {os.cpu_count()} at work"
+            rows.append(Row(one.series.name, what, cores, None, True, [one.cpu]))
+        return rows
 
 
 def main() -> int:
