@@ -214,8 +214,9 @@ def ask(
     seed: Seed, method: str, path: str, body: bytes | None = None, **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection(*seed.url.removeprefix("http://").split(":"), timeout=60)
+    json_too = {} if body is None else {"Content-Type": "application/json"}
     try:
-        connection.request(method, path, body, headers)
+        connection.request(method, path, body, json_too | headers)
         answer = connection.getresponse()
         return answer.status, dict(answer.headers), answer.read()
     finally:
@@ -265,6 +266,20 @@ def test_a_page_in_a_browser_that_was_led_here_by_a_name() -> None:
         assert ask(seed, "GET", "/v1/state", Host="a.name", Authorization="Bearer t")[0] == 200
     with Seed(model(), KEY, host="0.0.0.0", insecure=True) as seed:
         assert ask(seed, "GET", "/v1/state", Host="a.name")[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "text/json"])
+@pytest.mark.parametrize("path", ["/v1/leases", "/v1/ranks"])
+def test_what_a_page_may_have_a_browser_post_is_refused(path: str, kind: str) -> None:
+    rank = {"instance": "0" * 32, "key": {"model": KEY.model, "role": "other"}, "url": "http://127.0.0.1:1"}
+    with Seed(model(), KEY) as seed:
+        refused = ask(seed, "POST", path, json.dumps(rank).encode(), **{"Content-Type": kind})
+        assert refused[0] == 415
+        assert json.loads(refused[2])["reason"] == "expected Content-Type: application/json"
+        assert seed.stats()["granted_leases"] == 0
+        assert len(json.loads(ask(seed, "GET", "/v1/ranks")[2])["ranks"]) == 1
+        kind = "application/json; charset=utf-8"
+        assert ask(seed, "POST", path, json.dumps(rank).encode(), **{"Content-Type": kind})[0] == 200
 
 
 def test_what_is_wrong_with_a_request() -> None:
