@@ -25,7 +25,6 @@ import argparse
 import contextlib
 import multiprocessing
 import os
-import shutil
 import statistics
 import sys
 import time
@@ -39,7 +38,7 @@ import torch
 
 from tensorlift import loading
 from tensorlift.bench import machine
-from tensorlift.bench.cases import qwen3_moe
+from tensorlift.bench.cases import qwen3_moe, remove
 from tensorlift.bench.decoding import Decoder, hash_of, llama, room_for
 from tensorlift.bench.report import Row, Series, show_rows, write_report
 from tensorlift.errors import MismatchError
@@ -188,8 +187,13 @@ def check(model: Any, fork: Fork) -> None:
 
 def region_rows(options: argparse.Namespace) -> list[Row]:
     """Planning the regions of a checkpoint that tensorlift has loaded."""
-    case = qwen3_moe(options.folder, options.region_layers, 4)
-    weights = loading.load(case.folder, device=options.device)
+    case = qwen3_moe(options.folder / "regions", options.region_layers, 4)
+    try:
+        weights = loading.load(case.folder, device=options.device)
+    finally:
+        remove(case)
+        with contextlib.suppress(OSError):  # not empty: it was there before
+            options.folder.rmdir()
     named = named_tensors(weights)
     series = Series(f"{len(named)} tensors", sum(one.nbytes for one in weights.values()))
     for _ in range(options.runs + 1):
@@ -224,11 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     facts = machine.facts(options.folder.parent, device=options.device, commit=options.commit)
     rows: list[Row] = []
     if not options.only:
-        try:
-            rows += region_rows(options)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(options.folder)
+        rows += region_rows(options)
     model = llama(options.layers, options.hidden, options.device)
     if not options.only:
         rows += rate_rows(model, options)

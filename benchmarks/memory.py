@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tensorlift.bench import instanttensor, machine
-from tensorlift.bench.cases import Case, Spec, in_shards, write_shards
+from tensorlift.bench.cases import Case, Spec, in_shards, remove, write_shards
 from tensorlift.bench.geometry import MODELS
 from tensorlift.bench.parity import same_bytes
 from tensorlift.bench.report import make_record, write_record
@@ -361,9 +361,7 @@ def main(argv: list[str] | None = None) -> int:
             path = write(options, facts, results)
     finally:
         for case in cases:
-            for file in case.folder.iterdir():
-                file.unlink()
-            case.folder.rmdir()
+            remove(case)
         with contextlib.suppress(OSError):  # not empty: it was there before
             options.folder.rmdir()
     show(results)

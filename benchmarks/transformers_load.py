@@ -23,8 +23,8 @@ import argparse
 import contextlib
 import gc
 import os
-import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +68,6 @@ def write_model(folder: Path, sizes: dict[str, Any], layers: int, device: str) -
     config.dtype = torch.bfloat16
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, max_shard_size="5GB")
 
 
@@ -237,12 +236,14 @@ def main(argv: list[str] | None = None) -> int:
     facts = machine.facts(options.folder.parent, device=options.device, commit=options.commit)
     plain, loads = ways(options.device)
     warm_up(options.device)
+    options.folder.mkdir(exist_ok=True)
     try:
-        write_model(options.folder, sizes_of(options), options.layers, options.device)
-        rows = measure(options, options.folder, loads)
+        with tempfile.TemporaryDirectory(dir=options.folder) as name:
+            write_model(Path(name), sizes_of(options), options.layers, options.device)
+            rows = measure(options, Path(name), loads)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(options.folder)
+        with contextlib.suppress(OSError):  # not empty: it was there before
+            options.folder.rmdir()
     settings = {key: str(value) for key, value in vars(options).items()} | {"plain": plain}
     path = write_report(Path(os.environ.get("OUT") or RESULTS), "transformers", facts, settings, rows)
     print(f"written: {path}; the plain way is {plain}")

@@ -41,7 +41,7 @@ from tensorlift.tensors.moving import Batches
 from tensorlift.tensors.transfer import Clock, Transfer, budget_of, rules_of
 from tensorlift.weights import Weights, find, movers_of, read_headers
 
-__all__ = ["LoadedState", "load", "load_into", "open"]
+__all__ = ["LoadedState", "load", "load_into", "load_tensors", "open"]
 
 Verify: TypeAlias = "bool | str | os.PathLike[str] | Mapping[str, str] | None"
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-__all__ = ["Report", "SourceReport", "bar", "by_source", "reporter"]
+__all__ = ["Report", "SourceReport", "bar", "by_source", "finished", "reporter", "ticker"]
 
 # Columns that bar, bytes, speed and time need side by side; in fewer, the numbers go alone.
 _NARROW = 60

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LoadStats", "human_bytes", "merged"]
+__all__ = ["LoadStats", "human_bytes", "merged", "timed"]
 
 
 def human_bytes(nbytes: float) -> str:

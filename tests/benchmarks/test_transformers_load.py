@@ -19,11 +19,13 @@ def test_on_a_cpu(
     script = program_of("benchmarks/transformers_load.py")
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "own").touch()
     given = ["--device", "cpu", "--layers", "2", "--hidden", "64", "--runs", "1", "--folder", str(folder)]
     assert script.main(given) == 0
     printed = capsys.readouterr().out
     assert "from_pretrained, as stored" in "".join(printed.splitlines()[-5:])
-    assert not folder.exists()
+    assert [path.name for path in folder.iterdir()] == ["own"]
     (path,) = (tmp_path / "out").iterdir()
     record = json.loads(path.read_text())
     assert [row["name"] for row in record["rows"]] == [

@@ -109,8 +109,10 @@ def test_files_that_are_no_databases_of_ours(tmp_path: Path) -> None:
     with sqlite3.connect(other) as base:
         base.execute("CREATE TABLE t (x)")
     base.close()
+    before = other.read_bytes()
     with pytest.raises(FileError, match=r"other' is no database of a registry of this version"):
         Store(str(other))
+    assert other.read_bytes() == before
     with pytest.raises(MachineError, match=r"nowhere/x' cannot be had: .*look at the folder"):
         Store(str(tmp_path / "nowhere" / "x"))
     path = str(tmp_path / "rows")
@@ -122,6 +124,16 @@ def test_files_that_are_no_databases_of_ours(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="has what is no Announcement"):
         store.seeds()
     store.close()
+
+
+def test_paths_that_sqlite_takes_for_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MachineError, match=r"'' cannot be had: "):
+        Store("")
+    store = Store(":memory:")
+    store.put(announced(1))
+    store.close()
+    assert [path.name for path in tmp_path.iterdir()] == [":memory:"]
 
 
 def test_one_registry_a_file(tmp_path: Path) -> None:

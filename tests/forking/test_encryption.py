@@ -124,7 +124,8 @@ def test_what_is_no_tls(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
             seed_context(bad)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"tls is .*No such file or directory: 'files'"):
         seed_context((chain, "files"))
-    for nothing in ("nowhere", secret, 5):
+    # "" too, which ssl takes for no file, and trusts whom the system trusts.
+    for nothing in ("nowhere", secret, 5, ""):
         with pytest.raises(OptionError, match=r"ca is .*; expected a file of certificates"):
             fork_context(nothing)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="tls is a context for clients"):

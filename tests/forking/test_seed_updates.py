@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import tensorlift.forking.seed as module
 from support import leaks
 from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.client import SeedClient
@@ -74,6 +75,31 @@ def test_a_seed_that_is_closed_in_an_update(seed: Seed) -> None:
     assert (seed.stats()["sent_bytes"], seed.stats()["connections"]) == (sent, 0)
     with pytest.raises(RequestError, match="this seed is closed"), seed.updating():
         pass
+
+
+def test_memory_of_a_closed_seed_is_not_digested(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = Seed(model(), KEY, digests=True)
+    monkeypatch.setattr(module, "made_digests", lambda offering: pytest.fail("it may be gone"))
+    with closed.updating():
+        closed.close()
+
+
+def test_ctrl_c_while_digests_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update ends all the same, without digests; the next one makes them."""
+
+    def interrupted(offering: object) -> None:
+        raise KeyboardInterrupt
+
+    with Seed(model(), KEY, digests=True) as seed:
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "made_digests", interrupted)
+            with pytest.raises(KeyboardInterrupt), seed.updating():
+                pass
+        assert not SeedClient(seed.url).manifest().digests
+        assert reads(seed)
+        with seed.updating():
+            pass
+        assert set(SeedClient(seed.url).manifest().digests) == set(model())
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "half \ud800"])

@@ -193,6 +193,13 @@ def test_a_download_takes_the_index_and_its_shards_only(online, tmp_path, monkey
     assert {(repo, revision) for repo, revision, _ in download.calls} == {("org/name", "v1")}
 
 
+def test_a_downloaded_index_that_is_too_large(online, tmp_path, monkeypatch):
+    _, written = download_of(tmp_path, monkeypatch, 2)
+    os.truncate(written.path / "model.safetensors.index.json", 101_000_000)
+    with pytest.raises(CheckpointError, match="more than 100,000,000 bytes"):
+        names_of("org/name")
+
+
 def test_a_download_without_an_index(online, tmp_path, monkeypatch):
     download, written = download_of(tmp_path, monkeypatch, 1)
     assert names_of("org/name") == set(written.tensors)

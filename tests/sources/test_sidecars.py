@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support import leaks
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
 from support.digests import headers
 from tensorlift import outputs
@@ -118,7 +119,7 @@ def test_reading_takes_as_much_memory_as_the_file(tmp_path: Path, monkeypatch: p
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"none\.json"):
         read_sidecar(str(tmp_path / "none.json"))
-    with pytest.raises(DigestError, match="found a folder"):
+    with leaks.nothing_left(), pytest.raises(DigestError, match="found a folder"):
         read_sidecar(str(tmp_path))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DigestError, match="no regular file"):

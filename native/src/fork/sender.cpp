@@ -98,7 +98,10 @@ void Sender::collect() {
 
 void Sender::work(Connection &connection) {
     Socket socket(connection.fd, idle_milliseconds_, &stop_);
-    converse(socket);
+    try {
+        converse(socket);
+    } catch (const std::exception &) {  // there is no memory: the end of this connection, not of the process
+    }
     // The descriptor stays until the thread is collected, or its number could be another's by then.
     shutdown(connection.fd, SHUT_RDWR);
     connection.ended.store(true, std::memory_order_release);

@@ -15,7 +15,7 @@ inline void count(uint64_t *counter, uint64_t nbytes) {
 
 class Socket {
 public:
-    // stop: ends a wait of the other thread within kSlice.
+    // stop: looked at before each wait; who sets it shuts the socket down, which ends a wait that is under way.
     Socket(int fd, uint32_t idle_milliseconds, const std::atomic<bool> *stop)
         : fd_(fd), idle_milliseconds_(idle_milliseconds), stop_(stop) {}
 

@@ -16,6 +16,7 @@
 #include <cerrno>
 #include <cstdarg>
 #include <memory>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -29,6 +30,8 @@ namespace {
 constexpr std::size_t kPage = 4096;
 
 std::atomic<std::int64_t> mapped{0};
+std::atomic<bool> no_memory{false};
+thread_local bool has_memory = false;
 
 // As the kernel: -1 with errno set.
 bool fails(Number number) {
@@ -81,6 +84,11 @@ std::int64_t altered(Number number, std::int64_t result) {
 
 CALLS_API int64_t calls_mapped_bytes(void) {
     return mapped.load();
+}
+
+CALLS_API void calls_no_memory_elsewhere(int32_t is_so) {
+    has_memory = true;
+    no_memory = is_so != 0;
 }
 
 // __real_ is what would have been called (ld's --wrap).
@@ -195,6 +203,13 @@ int __wrap_mincore(void *address, size_t nbytes, unsigned char *pages) {
 void *__real_aligned_alloc(size_t alignment, size_t nbytes);
 void *__wrap_aligned_alloc(size_t alignment, size_t nbytes) {
     return fails(kAlignedAlloc) ? nullptr : __real_aligned_alloc(alignment, nbytes);
+}
+
+// operator new.
+void *__real__Znwm(size_t nbytes);
+void *__wrap__Znwm(size_t nbytes) {
+    if (no_memory && !has_memory) throw std::bad_alloc();
+    return __real__Znwm(nbytes);
 }
 
 ssize_t __real_process_vm_readv(pid_t process, const iovec *here, unsigned long count, const iovec *there,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tensorlift.bench import machine
-from tensorlift.bench.cases import Case, nvfp4_moe, qwen3_moe
+from tensorlift.bench.cases import Case, nvfp4_moe, qwen3_moe, remove
 from tensorlift.bench.ceilings import Ceilings
 from tensorlift.bench.parity import compare_bytes
 from tensorlift.bench.report import Row, show_rows, write_report
@@ -38,36 +39,44 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _checked(case: Case) -> Case:
-    """The case, once all its bytes have been compared with the plain library's."""
-    count = compare_bytes(load(case.folder, device="cpu"), case.files)
-    say(f"{case.folder}: {count} tensors, {case.nbytes / 1e9:.2f} GB, same bytes as safetensors")
-    return case
+@contextlib.contextmanager
+def _checked(case: Case, keep: bool = False) -> Iterator[Case]:
+    """The case, once all its bytes have been compared with the plain library's; removed behind it."""
+    try:
+        count = compare_bytes(load(case.folder, device="cpu"), case.files)
+        say(f"{case.folder}: {count} tensors, {case.nbytes / 1e9:.2f} GB, same bytes as safetensors")
+        yield case
+    finally:
+        if not keep:
+            remove(case)
 
 
-def _small_rows(bench: Bench, folder: Path, groups: int) -> list[Row]:
+def _small_rows(bench: Bench, folder: Path, groups: int, keep: bool) -> list[Row]:
     shapes = {"weight": (8, 1024), "scale": (8, 128)}
     parts = [groups // 4, groups // 2, groups]
-    cases = [_checked(nvfp4_moe(folder / f"small-{part}", part, 1, **shapes)) for part in parts]
-    return [bench.opening_row(cases[-1]), bench.linear_row(cases)]
+    with contextlib.ExitStack() as ends:
+        cases = [
+            ends.enter_context(_checked(nvfp4_moe(folder / f"small-{part}", part, 1, **shapes), keep))
+            for part in parts
+        ]
+        return [bench.opening_row(cases[-1]), bench.linear_row(cases)]
 
 
 def _rows(bench: Bench, options: argparse.Namespace, wanted: set[str]) -> list[Row]:
     rows: list[Row] = []
     if "tmpfs" in wanted:
-        case = _checked(qwen3_moe(options.tmpfs, options.layers, 2))
-        rows.append(bench.load_into_row(case, "load_into, tmpfs"))
-        shutil.rmtree(options.tmpfs)
+        with _checked(qwen3_moe(options.tmpfs / "large", options.layers, 2)) as case:
+            rows.append(bench.load_into_row(case, "load_into, tmpfs"))
     if wanted & {"into", "load", "cold"}:
-        case = _checked(qwen3_moe(options.folder / "large", options.layers, 2))
-        if "into" in wanted:
-            rows.append(bench.load_into_row(case, "load_into, warm"))
-        if wanted & {"load", "cold"}:
-            rows += bench.load_row(case)
-        if "cold" in wanted:
-            rows += bench.cold_rows(case, rows[-1].series[0])
+        with _checked(qwen3_moe(options.folder / "large", options.layers, 2), options.keep) as case:
+            if "into" in wanted:
+                rows.append(bench.load_into_row(case, "load_into, warm"))
+            if wanted & {"load", "cold"}:
+                rows += bench.load_row(case)
+            if "cold" in wanted:
+                rows += bench.cold_rows(case, rows[-1].series[0])
     if "small" in wanted:
-        rows += _small_rows(bench, options.folder, options.groups)
+        rows += _small_rows(bench, options.folder, options.groups, options.keep)
     return rows
 
 
@@ -82,9 +91,9 @@ def main(argv: list[str] | None = None) -> int:
         with Ceilings() as ceilings:
             rows = _rows(Bench(ceilings, size, options.runs), options, set(options.rows.split(",")))
     finally:
-        shutil.rmtree(options.tmpfs, ignore_errors=True)
-        if not options.keep:
-            shutil.rmtree(options.folder, ignore_errors=True)
+        for folder in (options.tmpfs, options.folder):
+            with contextlib.suppress(OSError):  # not empty: kept, or there before
+                folder.rmdir()
     settings = dataclasses.asdict(size) | {
         "runs": options.runs,
         "layers": options.layers,

@@ -6,6 +6,7 @@ takes no time for making them and two tensors of one size still differ.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from tensorlift.bench.geometry import MODELS
 from tensorlift.engine.machine import usable_cpus
 from tensorlift.errors import RequestError
+from tensorlift.format.listing import USUAL_INDEX
 from tensorlift.sources.writing import Case, Spec, header_of, in_order, in_shards, write_checkpoint
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "in_shards",
     "nvfp4_moe",
     "qwen3_moe",
+    "remove",
     "write_holes",
     "write_model",
     "write_shards",
@@ -111,6 +114,14 @@ def write_holes(folder: Path, shards: Sequence[Sequence[Spec]]) -> Case:
         os.truncate(files[-1], len(header) + data)
     total = sum(spec.nbytes for specs in shards for spec in specs)
     return Case(folder, tuple(files), sum(map(len, shards)), total)
+
+
+def remove(case: Case) -> None:
+    """Takes a case's files away, and its folder where nothing else is in it."""
+    with contextlib.suppress(OSError):
+        for path in (*case.files, case.folder / USUAL_INDEX):
+            path.unlink(missing_ok=True)
+        case.folder.rmdir()
 
 
 def _ordered(name: str, layers: int | None, shards: int | None) -> list[list[Spec]]:

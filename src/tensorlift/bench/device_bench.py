@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensorlift.bench.cases import Case
+from tensorlift.bench.cases import Case, remove
 from tensorlift.bench.ceilings import Ceilings
 from tensorlift.bench.parity import compare_bytes
 from tensorlift.bench.report import Row, Series
@@ -45,7 +44,7 @@ class Cases:
     def keep_only(self, names: Sequence[str]) -> None:
         """Removes the others, so that memory and disk have room for what comes."""
         for name in [name for name in self._made if name not in names]:
-            shutil.rmtree(self._made.pop(name).folder, ignore_errors=True)
+            remove(self._made.pop(name))
 
 
 @dataclass(slots=True)

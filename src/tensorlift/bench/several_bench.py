@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tensorlift.bench import member_links, member_loads
-from tensorlift.bench.cases import Case
+from tensorlift.bench.cases import Case, remove
 from tensorlift.bench.ceilings import Ceilings
 from tensorlift.bench.crew import Crew
 from tensorlift.bench.member_loads import LOADERS
@@ -106,7 +105,7 @@ class SeveralBench:
     def __exit__(self, *exc: object) -> None:
         self.dismiss()
         for case in self._cases.values():
-            shutil.rmtree(case.folder, ignore_errors=True)
+            remove(case)
 
     def case(self, name: str) -> Case:
         """A checkpoint, written when it is first wanted."""

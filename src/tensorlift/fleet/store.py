@@ -7,6 +7,7 @@ and leaves what was there.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +54,11 @@ class Store:
         self._path = path
         try:
             self._base = sqlite3.connect(
-                ":memory:" if path is None else path, timeout=0, isolation_level=None, check_same_thread=False
+                # Whole: of "" and ":memory:" SQLite would make what ends with the process.
+                ":memory:" if path is None else os.path.abspath(path),
+                timeout=0,
+                isolation_level=None,
+                check_same_thread=False,
             )
         except sqlite3.Error as error:
             raise self._refused(error) from None
@@ -69,7 +74,6 @@ class Store:
     def _prepare(self) -> None:
         # In one process: a second registry on this file would not see what the first one knows.
         self._base.execute("PRAGMA locking_mode=EXCLUSIVE")
-        self._base.execute("PRAGMA journal_mode=WAL")
         self._base.execute("PRAGMA synchronous=FULL")
         self._base.execute("BEGIN IMMEDIATE")
         found = tuple(
@@ -89,6 +93,8 @@ class Store:
                 "another file, or one that is not there yet"
             )
         self._base.execute("COMMIT")
+        # Is kept in the file, and so is not asked of one that may be another program's.
+        self._base.execute("PRAGMA journal_mode=WAL")
 
     def _refused(self, error: sqlite3.Error) -> FileError | MachineError:
         where = f"the registry's database {quote(self._path, 300)}"

@@ -14,8 +14,8 @@
 With a token every request has to have it (Authorization: Bearer), and whoever lacks it is told 401 and
 nothing else. 429: too many readers; 503: weights are being updated; both have a Retry-After. 410: the seed
 ends, or the lease has lapsed; 409: that rank cannot stand behind this URL; 421: asked on loopback by a name,
-without a token, as by a page of somebody else in a browser. All five have {"reason", "retry_seconds"} in
-their body.
+without a token, as by a page of somebody else in a browser; 415: a POST that is not application/json, as
+such a page sends too. All six have {"reason", "retry_seconds"} in their body.
 """
 
 from __future__ import annotations
@@ -216,6 +216,11 @@ class _Handler(BaseHTTPRequestHandler):
         if not (is_number and int(length) <= _LONGEST_BODY):
             refused = RefusedAnswer(f"a request has a Content-Length of at most {_LONGEST_BODY:,} bytes")
             self._send(413, msgspec.json.encode(refused), close=True)
+            return
+        if self.headers.get_content_type() != "application/json":
+            # A page of somebody else cannot have a browser send this without asking first.
+            refused = RefusedAnswer("expected Content-Type: application/json")
+            self._send(415, msgspec.json.encode(refused), close=True)
             return
         body = self.rfile.read(int(length))
         base, _, id = self.path.rpartition("/")

@@ -42,6 +42,9 @@ def fork_context(ca: Ca | None) -> ssl.SSLContext:
     if isinstance(ca, ssl.SSLContext):
         return ca
     try:
+        if ca is not None and not os.fspath(ca):
+            # For ssl it is none, and all whom the system trusts would be trusted.
+            raise ValueError("the path is empty")
         return ssl.create_default_context(cafile=ca)
     except (OSError, TypeError, ValueError) as error:
         raise OptionError(

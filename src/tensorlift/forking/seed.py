@@ -237,13 +237,19 @@ class Seed:
                 self._publish({})
             yield
         finally:
-            settle(self._named)
-            with self._changed:
-                if self._makes_digests:
-                    self._publish(made_digests(self._offering))
-                self._served.set_epoch(self._leases.epoch, True)
-                self._leases.end_update()
-            self._tell()
+            # None where it was closed meanwhile: then the memory may be gone.
+            named = self._named
+            try:
+                settle(named)
+                if named and self._makes_digests:
+                    with self._changed:
+                        self._publish(made_digests(self._offering))
+            finally:
+                # Whatever became of the digests: else the update would last for ever.
+                with self._changed:
+                    self._served.set_epoch(self._leases.epoch, True)
+                    self._leases.end_update()
+                self._tell()
 
     def _wait_for_readers(self, timeout: float) -> None:
         end = time.monotonic() + timeout

@@ -25,8 +25,6 @@ __all__ = ["METADATA_KEY", "Columns", "Scanned", "plain_metadata", "read"]
 METADATA_KEY = "__metadata__"
 """The one key of a header that is no tensor: a map of strings to strings."""
 
-_IDS = {code: dtype.id for code, dtype in BY_CODE.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class Columns:

@@ -15,9 +15,11 @@ from tensorlift.format.quoting import clean, quote, some_of
 
 __all__ = [
     "INDEX_SUFFIX",
+    "LARGEST_INDEX",
     "OTHER_WEIGHTS",
     "SUFFIX",
     "UNFINISHED",
+    "USUAL_INDEX",
     "choose_files",
     "choose_index",
     "foreign_suffix",
@@ -27,7 +29,9 @@ __all__ = [
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-_USUAL_INDEX = "model.safetensors.index.json"
+USUAL_INDEX = "model.safetensors.index.json"
+LARGEST_INDEX = 100_000_000
+"""Bytes of an index; as many as a header may have, for it lists the same names."""
 # Mistral's own layout of the same weights, which stands beside the shards of transformers.
 _CONSOLIDATED = "consolidated"
 
@@ -86,11 +90,11 @@ def foreign_suffix(name: str) -> str | None:
 def choose_index(names: Iterable[str], folder: str) -> str | None:
     """The index file among the names of a folder; None where there is none."""
     found = sorted(name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith("."))
-    if _USUAL_INDEX in found:
-        return _USUAL_INDEX
+    if USUAL_INDEX in found:
+        return USUAL_INDEX
     if len(found) > 1:
         raise CheckpointError(
-            f"{clean(folder)}: several index files and none of them is {_USUAL_INDEX}: {_listed(found)}; "
+            f"{clean(folder)}: several index files and none of them is {USUAL_INDEX}: {_listed(found)}; "
             "give the path of the one that is meant"
         )
     return found[0] if found else None
@@ -137,8 +141,11 @@ def choose_files(names: Iterable[str], folder: str) -> list[str]:
 def parse_index(text: bytes, path: str) -> dict[str, str]:
     """The weight map of an index file: tensor name to shard, a relative path inside the index's folder.
 
-    Raises CheckpointError where the text is no index or a shard's name leads out of the folder.
+    text: of which one byte more than LARGEST_INDEX is enough to see that there are too many. Raises
+    CheckpointError where it is no index or a shard's name leads out of the folder.
     """
+    if len(text) > LARGEST_INDEX:
+        raise CheckpointError(f"{clean(path)}: the index has more than {LARGEST_INDEX:,} bytes")
     if is_too_much(text):
         raise CheckpointError(
             f"{clean(path)}: more than {MOST_PARTS:,} lists, objects and keys: this is no index of "

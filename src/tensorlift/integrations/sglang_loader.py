@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import get_device, get_exec
 from sglang.srt.utils.common import BAR_FORMAT
 
 from tensorlift.errors import CheckpointError, OptionError
-from tensorlift.format.listing import SUFFIX
+from tensorlift.format.listing import SUFFIX, USUAL_INDEX
 from tensorlift.integrations import completeness
 from tensorlift.integrations.bars import byte_bar
 from tensorlift.integrations.devices import check_device
@@ -42,7 +42,6 @@ from tensorlift.sources.identifying import checkpoint_of
 
 __all__ = ["TensorliftModelLoader", "may_be_missing"]
 
-_INDEX = "model.safetensors.index.json"
 _log = logging.getLogger("tensorlift.sglang")
 _started: dict[tuple[bool, str], dict[str, tuple[int, ...]]] = {}
 """Tensors that the process started with, shapes by name: by (a draft?, prefix)."""
@@ -241,7 +240,7 @@ class TensorliftModelLoader(DefaultModelLoader, metaclass=_LikeSafetensors):  # 
                 check_files(others)
             raise CheckpointError(f"load format {LOAD_FORMAT!r}: {error}") from error
         if source.model_config is not None:
-            files = maybe_add_mtp_safetensors(files, folder, _INDEX, source.model_config.hf_config)
+            files = maybe_add_mtp_safetensors(files, folder, USUAL_INDEX, source.model_config.hf_config)
         return list(files)
 
     def _group(self) -> Any:

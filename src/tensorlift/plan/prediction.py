@@ -230,7 +230,7 @@ def _predicted(way: _Way, work: Work, rates: Rates, costs: Costs) -> Prediction:
     }
     terms = {**pace, **fixed}
     limit = max(terms, key=lambda name: terms[name])
-    held = _held(way, work, landed)
+    held = _held(work, landed)
     seconds = sum(terms.values())
     return Prediction(way.name, way.read, way.received, held, from_storage, stages, fixed, seconds, limit)
 
@@ -243,7 +243,7 @@ def _from_storage(way: _Way, work: Work) -> int:
     return round(read_by_all * (1 - work.cached))
 
 
-def _held(way: _Way, work: Work, landed: int) -> int:
+def _held(work: Work, landed: int) -> int:
     own = work.nbytes if work.own is None else work.own
     # Whole tensors that are all kept stay where they landed; of others the consumer copies its part out.
     return own if own >= landed else own + min(max(work.ahead, work.arena), landed)

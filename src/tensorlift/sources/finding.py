@@ -11,6 +11,7 @@ from typing import TypeAlias
 from tensorlift.errors import CheckpointError, RequestError
 from tensorlift.format.listing import (
     INDEX_SUFFIX,
+    LARGEST_INDEX,
     SUFFIX,
     UNFINISHED,
     choose_files,
@@ -27,8 +28,6 @@ __all__ = ["Found", "PathLike", "Source", "file_bytes", "find"]
 
 PathLike: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
 """What may name a file or folder."""
-
-_LARGEST_INDEX = 100_000_000  # bytes; as much as a header may have, for it lists the same names
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +245,9 @@ def _index(folder: str, name: str, where: str) -> Found:
 def _index_text(path: str) -> bytes:
     try:
         with open(path, "rb", opener=open_regular) as file:
-            text = file.read(_LARGEST_INDEX + 1)
+            return file.read(LARGEST_INDEX + 1)
     except OSError as error:
         raise refused(error, path, "read") from None
-    if len(text) > _LARGEST_INDEX:
-        raise CheckpointError(f"{clean(path)}: the index has more than {_LARGEST_INDEX:,} bytes")
-    return text
 
 
 def _shard(path: str, member: str | None, said: str) -> Source:

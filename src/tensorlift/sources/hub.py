@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from tensorlift.errors import CheckpointError, CheckpointNotFoundError
-from tensorlift.format.listing import INDEX_SUFFIX, SUFFIX, choose_index, parse_index
+from tensorlift.format.listing import INDEX_SUFFIX, LARGEST_INDEX, SUFFIX, choose_index, parse_index
 from tensorlift.format.quoting import clean, quote
 from tensorlift.sources.problems import open_regular, refused
 
@@ -124,7 +124,7 @@ def _wanted(folder: str) -> list[str]:
         return ["*" + SUFFIX]
     path = os.path.join(folder, index)
     with open(path, "rb", opener=open_regular) as file:
-        shards = sorted(set(parse_index(file.read(), path).values()))
+        shards = sorted(set(parse_index(file.read(LARGEST_INDEX + 1), path).values()))
     return [index, *map(glob.escape, shards)]
 
 

@@ -128,10 +128,8 @@ def sidecar_to_write(checkpoint: Checkpoint) -> str:
 def read_sidecar(path: str) -> Sidecar:
     """Digests from a file. Raises DigestError for what is none, CheckpointNotFoundError, ReadError."""
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise DigestError(f"{clean(path)}: wanted a file of digests, found no regular file")
             return decode(_bytes_of(file, path), path)
     except MemoryError:
@@ -142,6 +140,12 @@ def read_sidecar(path: str) -> Sidecar:
                 f"{clean(path)}: wanted a file of digests, found a folder; verify=True finds them by itself"
             ) from None
         raise refused(error, path, "read") from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """An opener, for open() closes what comes of one where that is a folder."""
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _bytes_of(file: BinaryIO, path: str) -> bytes:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tensorlift.errors import MachineError, RequestError
 from tensorlift.format import dtypes
+from tensorlift.format.listing import USUAL_INDEX
 from tensorlift.format.quoting import plural
 
 __all__ = [
@@ -37,7 +38,6 @@ __all__ = [
 SHARD_BYTES = 5_000_000_000
 """Size of published shards: transformers and huggingface_hub cut at "5GB" unless told otherwise."""
 
-_INDEX = "model.safetensors.index.json"
 _UNFINISHED = ".unfinished"
 _UNDER_WAY = ".tensorlift-unfinished-"
 
@@ -171,7 +171,7 @@ def _more(count: int) -> str:
 
 def _checkpoint_in(folder: Path) -> list[Path]:
     """The files that make a checkpoint of the folder, the index first; RequestError for what is no file."""
-    there = [*folder.glob(_INDEX), *sorted(folder.glob("*.safetensors"))]
+    there = [*folder.glob(USUAL_INDEX), *sorted(folder.glob("*.safetensors"))]
     for path in there:
         if path.is_dir() and not path.is_symlink():
             raise RequestError(f"{path} is a folder, where a file of the checkpoint goes; move it away")
@@ -248,9 +248,9 @@ def _write_all(
         if len(names) > 1:
             weight_map = {s.name: name for name, specs in zip(names, shards, strict=True) for s in specs}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            written.insert(0, _INDEX)
+            written.insert(0, USUAL_INDEX)
             text = json.dumps(index, indent=2) + "\n"
-            (own / (_INDEX + _UNFINISHED)).write_text(text, encoding="utf-8")
+            (own / (USUAL_INDEX + _UNFINISHED)).write_text(text, encoding="utf-8")
         if not early:
             _remove(old)
         for name in written:

@@ -28,6 +28,7 @@ __all__ = [
     "check_host",
     "check_no_capture",
     "for_device",
+    "pci_address",
     "record_stream",
 ]
 
