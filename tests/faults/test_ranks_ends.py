@@ -185,18 +185,19 @@ def forked(rank: int, path: str) -> int:
     taking = iter(weights)
     names = [name for name, _ in itertools.islice(taking, 5)]
     if rank == 1:
+        # Not groups of the caller's that are over: torch joins their threads, which the child does not have.
+        gc.collect()
         pid = os.fork()
         if pid == 0:
-            try:
-                taking.close()  # type: ignore[attr-defined]
-                del weights, taking
-                gc.collect()
-            finally:
-                os._exit(0)
+            taking.close()  # type: ignore[attr-defined]
+            del weights, taking
+            gc.collect()
+            os._exit(0)
         deadline = time.monotonic() + 10
-        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
             assert time.monotonic() < deadline, "the child waits for threads that it does not have"
             time.sleep(0.02)
+        assert ended == (pid, 0)
     return len([*names, *taking])
 
 
