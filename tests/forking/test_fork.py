@@ -295,6 +295,25 @@ def test_more_forks_than_a_seed_takes() -> None:
         seed.release(held.id)
 
 
+def test_a_seed_without_room_is_not_waited_for_where_another_has_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, real = list[str](), SeedClient.lease
+    monkeypatch.setattr(
+        SeedClient, "lease", lambda self, *given: asked.append(self.url) or real(self, *given)
+    )
+    with Seed(Model(1), KEY, weights="1", readers=1) as full, Seed(Model(1), KEY, weights="1") as other:
+        held, model = full.grant(500), Model(2)
+        came = fork_into(model, [full.url, other.url], patience=60.0)
+        assert same(model, Model(1))
+        assert set(came.by_source) == {other.url}
+        assert asked == [full.url, other.url]
+        assert [why.partition(";")[0] for why in came.left] == [
+            f"{full.url}: it has as many readers as it takes"
+        ]
+        full.release(held.id)
+
+
 class Lying(TcpConnection):
     """A connection whose chunks come wrong, each for the first times."""
 

@@ -104,8 +104,7 @@ class Reader:
         try:
             threads += [
                 threading.Thread(target=self._guarded, args=[source], name="tensorlift-fork", daemon=True)
-                for source in self._sources
-                if self._leased(source)
+                for source in self._leased()
                 for _ in range(self._connections)
             ]
             self._working = len(threads)
@@ -122,27 +121,41 @@ class Reader:
         if self._failure is not None:
             raise self._failure
 
-    def _leased(self, source: Source) -> bool:
+    def _leased(self) -> list[Source]:
+        """Those that gave a lease. Those that have no room are asked again where no other gave one."""
         end = time.monotonic() + self._patience
         while True:
-            try:
-                answer = source.client.lease(_LEASE_SECONDS)
-            except SeedError as error:
-                wait = error.retry_seconds
-                if wait is None or time.monotonic() + wait > end:
-                    source.retry_seconds = wait
-                    self._leave(source, str(error).removeprefix(source.name).lstrip(": "))
-                    return False
-                # It may have room long before it has to.
-                time.sleep(min(max(wait, _SHORTEST_WAIT), _LONGEST_WAIT))
-                # What the others have given lasts meanwhile.
-                self._renew()
-                continue
-            source.lease, source.renew_at = answer.id, time.monotonic() + answer.seconds / 2
-            if answer.epoch != source.manifest.epoch:
-                self._leave(source, _OUTCOMES[Outcome.STALE], stale=True)
-                return False
-            return True
+            full = {
+                n: why for n, one in enumerate(self._sources) if not one.gone and (why := self._lease(one))
+            }
+            leased = [source for source in self._sources if source.lease and not source.gone]
+            wait = min((why.retry_seconds or 0.0 for why in full.values()), default=0.0)
+            if leased or not full or time.monotonic() + wait > end:
+                for number, why in full.items():
+                    source = self._sources[number]
+                    source.retry_seconds = why.retry_seconds
+                    self._leave(source, self._said(source, why))
+                return leased
+            # It may have room long before it has to.
+            time.sleep(min(max(wait, _SHORTEST_WAIT), _LONGEST_WAIT))
+
+    def _lease(self, source: Source) -> SeedError | None:
+        """Why it has no room now, if that is all: otherwise it has given a lease, or is gone."""
+        try:
+            answer = source.client.lease(_LEASE_SECONDS)
+        except SeedError as error:
+            if error.retry_seconds is not None:
+                return error
+            self._leave(source, self._said(source, error))
+            return None
+        source.lease, source.renew_at = answer.id, time.monotonic() + answer.seconds / 2
+        if answer.epoch != source.manifest.epoch:
+            self._leave(source, _OUTCOMES[Outcome.STALE], stale=True)
+        return None
+
+    @staticmethod
+    def _said(source: Source, error: SeedError) -> str:
+        return str(error).removeprefix(source.name).lstrip(": ")
 
     def _renew(self) -> None:
         for source in self._sources:
