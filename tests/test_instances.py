@@ -130,7 +130,7 @@ def test_a_seed_and_its_fork_at_once() -> None:
 def test_what_cannot_be() -> None:
     with pytest.raises(tensorlift.OptionError, match="key is ''; expected the name of a model"):
         tensorlift.seed(Model(1), key="")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'tokken'"):
+    with pytest.raises(tensorlift.OptionError, match="a seed here takes no 'tokken'; expected one of key, "):
         tensorlift.seed(Model(1), key="m", tokken="t")
     for bad in ("", "two words"):
         with pytest.raises(tensorlift.OptionError, match="token ") as caught:
@@ -195,6 +195,24 @@ def test_options_that_would_be_of_no_use(given: dict[str, Any], says: str) -> No
 def test_an_option_that_a_server_of_sglang_does_not_have() -> None:
     with pytest.raises(OptionError, match="a fork here takes no 'connections'"):
         tensorlift.fork("sglang+http://127.0.0.1:1", into={}, connections=2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **more: tensorlift.fork("http://127.0.0.1:1", into={}, **more),
+        lambda **more: tensorlift.fork("sglang+http://127.0.0.1:1", into={}, **more),
+        lambda **more: tensorlift.seed({}, key="m", **more),
+    ],
+)
+def test_which_options_there_are(call: Callable[..., Any]) -> None:
+    """All that may be given, and nothing that the package alone gives."""
+    with pytest.raises(OptionError) as caught:
+        call(unknown=1)
+    listed = str(caught.value).partition("expected one of ")[2].split(", ")
+    assert {"registry", "place", "token", "transports", "limit"} <= set(listed)
+    assert not {"part_of", "pacer", "unwanted", "model", "url", "urls", "into", "options"} & set(listed)
+    assert len(listed) == len(set(listed))
 
 
 def test_a_seed_without_transports_is_not_announced(

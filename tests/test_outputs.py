@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import signal
 import stat
 from pathlib import Path
 
 import pytest
 
-from tensorlift.errors import MachineError, OptionError
+from tensorlift.errors import MachineError, OptionError, ReadError
 from tensorlift.outputs import Kind, check_folder, check_output, write_output
 
 KIND = Kind("a list", b"{", b'"mine"')
@@ -86,3 +88,24 @@ def test_writing_keeps_links_and_permissions(tmp_path: Path) -> None:
     lost = write_output(str(tmp_path / "gone" / "x"), "it")
     with pytest.raises(MachineError, match=r"it .* could not be written: No such file"):
         lost.__enter__()
+
+
+def test_only_what_cannot_be_written_is_said_to_be(tmp_path: Path) -> None:
+    """The body may read: what goes wrong with that is not the output's."""
+    for error in (ReadError("a checkpoint cannot be read"), FileNotFoundError(2, "no font")):
+        output = write_output(str(tmp_path / "out"), "it")
+        output.__enter__().write(b"half")
+        assert output.__exit__(type(error), error, None) is False
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with (
+            pytest.raises(MachineError, match=r"it .* could not be written: File too large"),
+            write_output(str(tmp_path / "out"), "it") as file,
+        ):
+            file.write(bytes(1 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert os.listdir(tmp_path) == []

@@ -23,6 +23,10 @@ from tensorlift.progress import Report, SourceReport, by_source, reporter
 
 __all__ = ["finder_of", "fork", "seed"]
 
+# What has a place of its own, and what the package alone gives.
+_PLACED = ("model", "source", "into", "url", "urls", "options")
+_OURS = ("part_of", "pacer", "unwanted")
+
 
 def seed(
     model: object,
@@ -50,6 +54,7 @@ def seed(
     TENSORLIFT_PLACE says. Other options are those of Seed. Raises RequestError, OptionError, SeedError where
     another seed cannot be joined, OSError where nobody can listen there.
     """
+    _check_names("seed", options, seed, Seed)
     if registry is None and (place, registry_ca) != (None, None):
         raise OptionError("place and registry_ca are for a registry, and none was given")
     near, token = near_of(place), _token(token)
@@ -88,7 +93,7 @@ def fork(
     error the contents of the tensors are undefined.
     """
     fill = fork_from_sglang if isinstance(source, str) and is_sglang(source) else fork_into
-    _check_names(options, fill)
+    _check_names("fork", options, fork, fill)
     token, keys = _token(token), None if key is None else [checked_key(key)]
     secret, ca = checked_token(token), options.get("ca")
     asked = finder_of(source, registry, keys, secret, ca, place, seeds, wait)
@@ -135,8 +140,13 @@ def _token(given: str | None) -> str | None:
     return token_of() or None if given is None else given
 
 
-def _check_names(given: Mapping[str, object], function: Callable[..., object]) -> None:
-    known = [name for name in inspect.signature(function).parameters if name not in ("model", "url", "urls")]
+def _check_names(
+    what: str, given: Mapping[str, object], face: Callable[..., object], inside: Callable[..., object]
+) -> None:
+    """``face``: what was called; ``inside``: what takes the options that it was given beyond its own."""
+    taken = [name for name in inspect.signature(inside).parameters if name not in _PLACED]
     for name in given:
-        if name not in known:
-            raise OptionError(f"a fork here takes no {name!r}; expected one of {', '.join(known)}")
+        if name not in taken:
+            own = [one for one in inspect.signature(face).parameters if one not in _PLACED]
+            listed = ", ".join(one for one in dict.fromkeys([*own, *taken]) if one not in _OURS)
+            raise OptionError(f"a {what} here takes no {name!r}; expected one of {listed}")

@@ -8,12 +8,13 @@ refuses what is no regular file, what is being read, and what is there already a
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tensorlift.errors import MachineError, OptionError
 from tensorlift.format.quoting import clean, quote
@@ -123,18 +124,36 @@ def _check_folder(folder: str) -> None:
         pass
 
 
+class _Raw(io.FileIO):
+    """A file that keeps why it could not be written to."""
+
+    refused: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.refused = error
+            raise
+
+
 @contextlib.contextmanager
 def write_output(path: str, what: str) -> Iterator[BinaryIO]:
     """A file to write to; it takes the place of ``path`` at the end, or leaves it as it is after an error.
 
-    Symbolic links stay, and so do the permissions of a file that is replaced. Raises MachineError.
+    Symbolic links stay, and so do the permissions of a file that is replaced. Raises MachineError where it
+    cannot be written; any other error of the body, one of a file that it reads too, stays what it is.
     """
+    raw, in_body = None, False
     try:
         target = os.path.realpath(path)
         fd, unfinished = tempfile.mkstemp(prefix=".tensorlift.", suffix=".tmp", dir=os.path.dirname(target))
         try:
-            with open(fd, "wb") as file:
+            raw = _Raw(fd, "wb")
+            with io.BufferedWriter(raw) as file:
+                in_body = True
                 yield file
+                in_body = False
                 file.flush()
                 # mkstemp makes files for the owner alone; these are as readable as anything one writes.
                 old = _facts(target)
@@ -146,6 +165,8 @@ def write_output(path: str, what: str) -> Iterator[BinaryIO]:
                 os.unlink(unfinished)
             raise
     except OSError as error:
+        if in_body and raw is not None and error is not raw.refused:
+            raise
         raise MachineError(f"{what} {clean(path)} could not be written: {error.strerror or error}") from error
 
 

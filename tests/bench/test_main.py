@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tensorlift.bench import __main__ as program
-from tensorlift.bench.cases import Case, Spec, write_shards
+from tensorlift.bench.cases import Case, Spec, nvfp4_moe, write_shards
+from tensorlift.errors import RequestError
 
 
 def tiny(folder: Path, layers: int, shards: int) -> Case:
@@ -38,3 +39,20 @@ def test_folders_of_its_own_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     given = ["--folder", tmp_path / "a", "--tmpfs", tmp_path / "b", "--results", tmp_path / "results"]
     program.main([str(word) for word in (*given, "--runs", 1, "--rows", "tmpfs,into")])
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
+
+
+def test_a_checkpoint_that_was_there_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By no benchmark: all write what they measure in this way."""
+    monkeypatch.setattr(program, "qwen3_moe", tiny)
+    own = tmp_path / "large" / "model.safetensors"
+    own.parent.mkdir()
+    own.write_text("somebody's weights")
+    given = ["--folder", tmp_path, "--tmpfs", tmp_path / "b", "--results", tmp_path, "--rows", "into"]
+    with pytest.raises(
+        RequestError, match=r"large holds a checkpoint already: model\.safetensors; name another"
+    ):
+        program.main([str(word) for word in given])
+    with pytest.raises(RequestError, match="holds a checkpoint already"):
+        nvfp4_moe(own.parent, 1, 1)
+    assert own.read_text() == "somebody's weights"
+    assert [path.name for path in own.parent.iterdir()] == ["model.safetensors"]

@@ -114,7 +114,7 @@ def test_what_is_there_is_kept_unless_forced(url: str, tmp_path: Path, written: 
     old.write_bytes(b"old")
     code, out, err = run("fork", url, "--out", tmp_path / "out")
     assert (code, out) == (2, "")
-    assert "holds a checkpoint already: model.safetensors; another folder, or --force" in err
+    assert "holds a checkpoint already: model.safetensors; name another folder or remove it; --force" in err
     assert old.read_bytes() == b"old"
     assert run("fork", url, "--out", tmp_path / "out", "--force")[0] == 0
     assert_state(tensorlift.load(tmp_path / "out"), written.tensors, ordered=False)

@@ -80,6 +80,27 @@ def test_failures_are_told_once_and_news_do_not_hurry_them(
     two.close(lambda: None)
 
 
+def test_what_nobody_expects_ends_nothing_either(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told once, with where it was."""
+    monkeypatch.setattr(heartbeat, "_FIRST_BACKOFF", 0.01)
+    outcomes = iter([ValueError("a defect"), RuntimeError("another")])
+
+    def say() -> float:
+        for error in outcomes:
+            raise error
+        return 600.0
+
+    with caplog.at_level(logging.WARNING, "tensorlift"):
+        one = Heartbeat(say, "what")
+        until(lambda: one.was_heard)
+        one.close(lambda: None)
+    first = "what: ValueError: a defect; this is tried again"
+    assert caplog.messages == [first, "what: it is heard again"]
+    assert [record.exc_info is not None for record in caplog.records] == [True, False]
+
+
 def test_a_rest_has_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_LONGEST_REST", 0.01)
     endless = Told(float("inf"))

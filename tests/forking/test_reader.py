@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from support import leaks
 from support.proxies import Dripping
 from tensorlift.engine.abi_fork import Outcome
-from tensorlift.errors import ForkError, OptionError
+from tensorlift.errors import ForkError, OptionError, OutOfMemoryError
 from tensorlift.forking import reader
 from tensorlift.forking import seed as seeds
 from tensorlift.forking.chunks import Chunk
@@ -293,3 +294,24 @@ def test_a_share_of_the_nics_rate(monkeypatch: pytest.MonkeyPatch, paced: list[t
         fork_into(weights(0), seed.url, key=key, chunk_bytes=CHUNK, limit="10%")
     assert paced == [(5_000_000_000, CHUNK)] * 30
     assert [(given[0], *given[2:4]) for given in asked] == [(["^mlx5_0"], 3, None), (None, 3, None)]
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_no_more_threads(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """The error is that of engines that get none; threads that began end, and leases are given back."""
+    real, started = threading.Thread.start, list[threading.Thread]()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "tensorlift-fork":
+            if len(started) == most:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    says = f"wants 2 threads, one for each connection, and {most} could be started: can't start new thread; "
+    with leaks.nothing_left(), Seed(weights(1), KEY, limit="60KB/s") as seed:
+        with pytest.raises(OutOfMemoryError, match=says):
+            fork_into(weights(0), seed.url, chunk_bytes=CHUNK)
+        assert not any(thread.is_alive() for thread in started)
+        assert seed.stats()["readers"] == 0

@@ -1,4 +1,4 @@
-"""What every transport has to do, in one body; then which of them is taken."""
+"""What every transport has to do, in one body."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ import pytest
 from support import leaks, one_sided
 from support.waiting import until
 from tensorlift.engine.abi_fork import Memory, Outcome
-from tensorlift.errors import OptionError
-from tensorlift.forking import shm
 from tensorlift.forking.chunks import Chunk
-from tensorlift.forking.connection import NotHereError
 from tensorlift.forking.manifest import Layout, Offer
 from tensorlift.forking.shared_memory import shared_tensors
 from tensorlift.forking.transports import (
     Connected,
     Connection,
     Served,
-    check_transports,
     connect,
 )
 
@@ -315,60 +311,6 @@ def test_a_seed_in_another_process_which_is_killed(way: str) -> None:
         child.kill()
         thread.join()
         assert isinstance(came[0], ConnectionError)
-
-
-def test_memory_of_another_process_is_not_here() -> None:
-    offers = [Offer("memory", "0" * 32)]
-    with pytest.raises(ConnectionRefusedError, match="not memory: the seed is in another process"):
-        connect(offers, TOKEN, LEASE, PATIENCE)
-
-
-def test_the_best_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Served([], lambda lease: True, token=TOKEN)
-    assert [offer.kind for offer in served.offers] == ["shm", "tcp"]
-
-    def transport(*only: str) -> str:
-        found = connect(served.offers, TOKEN, LEASE, PATIENCE, only or ("shm", "tcp"))
-        found.connection.close()
-        return found.transport
-
-    assert transport() == "shm"
-    assert transport("tcp") == "tcp"
-    monkeypatch.setattr(shm, "host_id", lambda: "0" * 32)
-    assert transport() == "tcp; not shm: the seed is on another host, or in another network namespace"
-    with pytest.raises(ConnectionRefusedError, match="no transport can be had: not shm: the seed is on"):
-        transport("shm")
-    with pytest.raises(ConnectionRefusedError, match="no transport can be had: the seed offers shm, tcp"):
-        transport("memory")
-    served.close()
-
-
-def test_a_wrong_token_is_not_tried_again_elsewhere() -> None:
-    served = Served([], lambda lease: True, token=TOKEN)
-    with pytest.raises(ConnectionRefusedError, match="does not take this token"):
-        connect(served.offers, "wrong", LEASE, PATIENCE)
-    served.close()
-
-
-def test_a_seed_does_without_what_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> str:
-        raise FileNotFoundError("no /proc here")
-
-    monkeypatch.setattr(shm, "host_id", fail)
-    served = Served([], lambda lease: True)
-    assert [offer.kind for offer in served.offers] == ["tcp"]
-    served.close()
-    with leaks.nothing_left(), pytest.raises(FileNotFoundError, match="no /proc here"):
-        Served([], lambda lease: True, transports=["shm"])
-    with pytest.raises(NotHereError, match="on another host"):
-        shm.ShmConnection(f"{'0' * 32}:{'0' * 32}", "", LEASE, PATIENCE)
-
-
-@pytest.mark.parametrize("given", ["tcp", [], ["tcp", "rdma"]])
-def test_transports_that_there_are_not(given: Any) -> None:
-    with pytest.raises(OptionError, match="expected some of memory, shm, mooncake, nixl, tcp, in a list"):
-        check_transports(given)
-    assert check_transports(["tcp", "shm"]) == ("shm", "tcp")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 
 import pytest
@@ -141,4 +142,18 @@ def test_an_index_that_is_none_is_named(tmp_path, text):
     weights.check_index(str(tmp_path))
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        weights.check_index(str(tmp_path))
+
+
+def test_an_index_that_is_no_file_or_too_long_is_not_read(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors.index.json"
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: .* found a named pipe"):
+        weights.check_index(str(tmp_path))
+    path.unlink()
+    path.touch()
+    os.truncate(path, 1 << 40)
+    for module in ("format.listing", "sources.finding"):
+        monkeypatch.setattr(f"tensorlift.{module}.LARGEST_INDEX", 1000)
+    with pytest.raises(CheckpointError, match="the index has more than 1,000 bytes"):
         weights.check_index(str(tmp_path))

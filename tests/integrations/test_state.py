@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import tracemalloc
+import zlib
 
 import pytest
 import torch
@@ -125,6 +127,40 @@ def test_attributes_that_are_no_attributes():
     state.tensors()[SCALARS].fill_(255)
     with pytest.raises(ForkError, match="cannot be read"):
         state.take()
+
+
+def packed(text):
+    """A state to which a seed has sent this for its attributes."""
+    state, raw = State(Model(1.0), ENGINE), zlib.compress(text)
+    sent = len(raw).to_bytes(4, "little") + raw
+    state.tensors()[SCALARS][: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+    return state
+
+
+def test_attributes_that_would_take_all_memory(monkeypatch):
+    monkeypatch.setattr("tensorlift.integrations.state._MOST_TEXT", 1_000_000)
+    state = packed(b" " * 3_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ForkError, match=r"sent, [23],\d+ bytes, are more than 1,000,000 bytes of text"):
+            state.take()
+        assert tracemalloc.get_traced_memory()[1] < 2_900_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_attributes_that_are_nested_without_end_or_cut_off():
+    nested, cut = packed(b"[" * 200_000), packed(b"{}")
+    cut.tensors()[SCALARS][0] -= 1
+    for state in (nested, cut):
+        with pytest.raises(ForkError, match="cannot be read"):
+            state.take()
+
+
+def test_attributes_with_too_much_text_are_not_sent(monkeypatch):
+    monkeypatch.setattr("tensorlift.integrations.state._MOST_TEXT", 10)
+    with pytest.raises(RequestError, match=r"more than are sent: .*, 10 as text"):
+        State(Model(1.0), ENGINE)
 
 
 def test_more_attributes_than_are_sent():

@@ -35,7 +35,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rows", default="tmpfs,into,load,cold,small", help="which parts, separated by commas"
     )
-    parser.add_argument("--keep", action="store_true", help="leave the checkpoints there")
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the checkpoints there; no later run replaces them"
+    )
     return parser.parse_args(argv)
 
 

@@ -92,8 +92,8 @@ def nvfp4_moe(
     return write_shards(folder, parts)
 
 
-def write_shards(folder: Path, shards: Sequence[Sequence[Spec]], seed: int = 0, keep: bool = False) -> Case:
-    """Writes random bytes, of a seed; see write_checkpoint()."""
+def write_shards(folder: Path, shards: Sequence[Sequence[Spec]], seed: int = 0, keep: bool = True) -> Case:
+    """Writes random bytes, of a seed; see write_checkpoint(). What is there may be somebody's weights."""
     block = functools.lru_cache(_block)
     with ThreadPoolExecutor(min(16, usable_cpus())) as pool:
 

@@ -70,11 +70,9 @@ class Heartbeat:
         while self._rested(rest):
             try:
                 rest = min(max(_SHORTEST_REST, self._say()), _LONGEST_REST)
-            except TensorliftError as error:
+            except Exception as error:  # noqa: BLE001 - also what nobody expects: it would end for ever
                 rest = min(_FIRST_BACKOFF * 2**self._failures, _LAST_BACKOFF)
-                if not self._failures and not (self._is_told and self.was_heard is None):
-                    _log.warning("%s: %s; this is tried again", self._what, error)
-                self._failures, self._problem = min(self._failures + 1, 10), str(error)
+                self._failed(error)
             else:
                 if self._failures:
                     _log.warning("%s: it is heard again", self._what)
@@ -84,6 +82,14 @@ class Heartbeat:
                 self._state.notify_all()
             # So that those who were begun together do not speak together for ever.
             rest *= random.uniform(0.8, 1.0)
+
+    def _failed(self, error: Exception) -> None:
+        is_ours = isinstance(error, TensorliftError)
+        said = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        if not self._failures and not (self._is_told and self.was_heard is None):
+            trace = None if is_ours else error
+            _log.warning("%s: %s; this is tried again", self._what, said, exc_info=trace)
+        self._failures, self._problem = min(self._failures + 1, 10), said
 
     def _rested(self, seconds: float) -> bool:
         with self._state:

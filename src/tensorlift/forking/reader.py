@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tensorlift.engine.abi_fork import Outcome
-from tensorlift.errors import SeedError
+from tensorlift.errors import OutOfMemoryError, SeedError
 from tensorlift.forking.chunks import ChunkQueue, checked
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.connection import NotHereError
@@ -19,6 +19,7 @@ from tensorlift.forking.matching import Errand
 from tensorlift.forking.pace import Held, Pace
 from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.transports import FORKED, Connected, Connection, check_transports, connect
+from tensorlift.format.quoting import plural
 
 __all__ = ["Reader", "Source"]
 
@@ -108,8 +109,7 @@ class Reader:
                 for _ in range(self._connections)
             ]
             self._working = len(threads)
-            for thread in threads:
-                thread.start()
+            _start(threads)
             while self._working:
                 with self._state:
                     self._state.wait_for(lambda: not self._working, 0.2)
@@ -313,3 +313,14 @@ class Reader:
             self.queue.leave(source.name)
             for connection in source.connections:
                 connection.shutdown()
+
+
+def _start(threads: Sequence[threading.Thread]) -> None:
+    for started, thread in enumerate(threads):
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OutOfMemoryError(
+                f"a fork wants {plural(len(threads), 'thread')}, one for each connection, and {started} "
+                f"could be started: {error}; lower connections, or raise the limit of processes (ulimit -u)"
+            ) from error

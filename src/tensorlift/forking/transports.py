@@ -224,8 +224,8 @@ def connect(
 ) -> Connected:
     """By the best transport that is offered and can be had here. ``seconds``: the seed may do nothing for.
 
-    Raises ConnectionRefusedError where the seed does not take token or lease, or there is no transport;
-    OSError for what else ends a connection.
+    Raises ConnectionRefusedError where the seed does not take token or lease, or no transport can be had;
+    TimeoutError where it did nothing for so long.
     """
     addresses = {offer.kind: offer.address for offer in offers}
     passed = []
@@ -239,7 +239,12 @@ def connect(
                 made: Connection = OneSidedConnection(kind, addresses[kind], token, lease, seconds, wiring)
             else:
                 made = _CONNECTIONS[kind](addresses[kind], token, lease, seconds)
-        except NotHereError as error:
+        # A seed that refuses, or does nothing for so long, does so by any transport.
+        except ConnectionRefusedError:
+            raise
+        except TimeoutError as error:
+            raise TimeoutError("; ".join([str(error), *passed])) from error
+        except (NotHereError, OSError) as error:
             passed.append(f"not {kind}: {error}")
             continue
         return Connected(made, kind, passed)

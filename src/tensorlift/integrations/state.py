@@ -45,6 +45,8 @@ _OUTSIDE = re.compile(
 _FIRST_ADDRESS = 1 << 32
 _SHOWN = 5
 _HEAD_BYTES, _MODULE_BYTES = 4096, 128
+# Of numbers as text; compressed, a thousandth may come.
+_MOST_TEXT = 16 << 20
 
 
 class State:
@@ -110,9 +112,13 @@ class State:
         """
         now = {name: value for name, value in self._numbers().items() if type(value) is float}
         numbers = {name: now.get(name, first) for name, first in self._first.items()}
-        raw = zlib.compress(json.dumps(numbers).encode())
-        if len(raw) + 4 > len(self._scalars):
-            raise RequestError(f"the attributes of this model take {len(raw):,} bytes, more than are sent")
+        written = json.dumps(numbers).encode()
+        raw = zlib.compress(written)
+        if len(raw) + 4 > len(self._scalars) or len(written) > _MOST_TEXT:
+            raise RequestError(
+                f"the attributes of this model take {len(raw):,} bytes, {len(written):,} as text, more than "
+                f"are sent: {len(self._scalars) - 4:,}, {_MOST_TEXT:,} as text"
+            )
         text = np.frombuffer(len(raw).to_bytes(4, "little") + raw, np.uint8)
         self._scalars.zero_()
         self._scalars[: len(text)] = torch.from_numpy(text.copy())
@@ -125,9 +131,9 @@ class State:
         """
         raw = self._scalars.numpy().tobytes()
         try:
-            theirs = json.loads(zlib.decompress(raw[4 : 4 + int.from_bytes(raw[:4], "little")]))
+            theirs = json.loads(_unpacked(raw[4 : 4 + int.from_bytes(raw[:4], "little")]))
             pairs = sorted((str(name), value) for name, value in theirs.items())
-        except (zlib.error, ValueError, AttributeError):
+        except (zlib.error, ValueError, AttributeError, RecursionError):
             raise ForkError("the attributes that the seed sent cannot be read") from None
         ours = self._numbers()
         if lacking := [name for name in ours if name not in theirs]:
@@ -233,6 +239,20 @@ class State:
     def __repr__(self) -> str:
         """How much there is."""
         return f"<State of {plural(len(self._tensors), 'tensor')}>"
+
+
+def _unpacked(raw: bytes) -> bytes:
+    """No more than _MOST_TEXT is made of it: ForkError. Raises zlib.error for what is no whole stream."""
+    unpacking = zlib.decompressobj()
+    text = unpacking.decompress(raw, _MOST_TEXT + 1)
+    if len(text) > _MOST_TEXT:
+        raise ForkError(
+            f"the attributes that the seed sent, {len(raw):,} bytes, are more than {_MOST_TEXT:,} bytes of "
+            "text, which those of no model are"
+        )
+    if not unpacking.eof:
+        raise zlib.error("it is cut off")
+    return text
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from tensorlift.format.quoting import clean, some_of
 from tensorlift.integrations import devices
 from tensorlift.integrations.settings import LOAD_FORMAT, Settings
 from tensorlift.progress import Report
+from tensorlift.sources.finding import index_text
 from tensorlift.stats import LoadStats, human_bytes
 from tensorlift.weights import Weights
 
@@ -79,13 +79,12 @@ def check_index(folder: str) -> None:
 
     Engines read it as if it were right, and end with a KeyError that names no file.
     """
-    try:
-        paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(INDEX_SUFFIX)]
-        texts = [Path(path).read_bytes() for path in paths]
-    except OSError:  # none of a folder here, or one that the engine has its own words for
-        return
-    for path, text in zip(paths, texts, strict=True):
-        parse_index(text, path)
+    # None of a folder here, or what cannot be read: the engine has its own words for it.
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(folder)):
+            if name.endswith(INDEX_SUFFIX):
+                path = os.path.join(folder, name)
+                parse_index(index_text(path), path)
 
 
 def check_files(files: Sequence[str | os.PathLike[str]]) -> list[str]:

@@ -24,7 +24,7 @@ from tensorlift.format.quoting import clean, quote
 from tensorlift.sources import hub
 from tensorlift.sources.problems import not_a_file, nothing_at, nothing_in, open_regular, refused
 
-__all__ = ["Found", "PathLike", "Source", "file_bytes", "find"]
+__all__ = ["Found", "PathLike", "Source", "file_bytes", "find", "index_text"]
 
 PathLike: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
 """What may name a file or folder."""
@@ -235,14 +235,15 @@ def _folders_with_weights(shown: str, names: list[str]) -> list[str]:
 
 def _index(folder: str, name: str, where: str) -> Found:
     path = os.path.join(folder, name)
-    weights = parse_index(_index_text(path), path)
+    weights = parse_index(index_text(path), path)
     members = sorted(set(weights.values()), key=natural_key)
     said = f" (the index {quote(name)} lists it)"
     files = tuple(_shard(os.path.join(folder, member), member, said) for member in members)
     return Found(where, files, weights)
 
 
-def _index_text(path: str) -> bytes:
+def index_text(path: str) -> bytes:
+    """For parse_index(): no more than it takes, of a regular file. Raises CheckpointError, ReadError."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             return file.read(LARGEST_INDEX + 1)

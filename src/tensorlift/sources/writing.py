@@ -148,7 +148,7 @@ def write_checkpoint(
             if old and keep:
                 raise RequestError(
                     f"{folder} holds a checkpoint already: {old[-1].name}{_more(len(old) - 1)}; "
-                    "another folder, or --force to replace it"
+                    "name another folder or remove it; --force of tensorlift synth and fork replaces it"
                 )
             if is_alone:
                 for leftover in folder.glob(f"{_UNDER_WAY}*"):
