@@ -240,6 +240,13 @@ def test_what_no_checkpoint_can_have(seed: Seed, monkeypatch: pytest.MonkeyPatch
         SeedCheckpoint(url)
 
 
+def test_the_name_that_headers_keep_for_themselves(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was written as a file that nobody reads."""
+    url = lying(seed, monkeypatch, Tensor("__metadata__", "float32", (2,), (1,), 0, 0))
+    with pytest.raises(ForkError, match="a tensor is called '__metadata__', which no checkpoint can have"):
+        SeedCheckpoint(url, as_it_is=True)
+
+
 def test_tensors_larger_than_any(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
     told = [Tensor(name, "uint8", (1 << 62,), (1,), 0, 0) for name in "xy"]
     url = lying(seed, monkeypatch, *told, nbytes=1 << 62)

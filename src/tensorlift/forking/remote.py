@@ -286,6 +286,11 @@ def _header(manifest: Manifest, url: str) -> Header:
     shapes: list[tuple[int, ...]] = []
     sizes: list[int] = []
     for tensor, kind in zip(manifest.tensors, kinds, strict=True):
+        if tensor.name == "__metadata__":
+            raise ForkError(
+                f"{clean(url)}: a tensor is called '__metadata__', which no checkpoint can have: a file's header "
+                "keeps that name for itself; fork it into the same model"
+            )
         if kind is None or (kind.elements > 1 and not tensor.shape):
             raise ForkError(
                 f"{clean(url)}: {quote(tensor.name)} has dtype {tensor.dtype} and shape "
