@@ -97,7 +97,7 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with Seed(tensors(), KEY, token="right") as seed:
         url = url_of(seed.url, "")
-        with pytest.raises(SeedError, match="does not take this token"):
+        with pytest.raises(SeedError, match="wants a token, and none"):
             SeedCheckpoint(url)
         assert SeedCheckpoint(url, "right").names == list(tensors())
         monkeypatch.setenv(TOKEN_VARIABLE, "right")
