@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -152,27 +152,6 @@ def test_an_update_that_is_interrupted_while_it_waits(seed: Seed, monkeypatch: p
             pytest.fail("it has begun")
     assert client.lease(10).epoch == 0
     assert set(read(client, model(1))) == {Outcome.OK}
-
-
-def freed(tensor: torch.Tensor) -> None:
-    tensor.untyped_storage().resize_(0)
-
-
-def replaced(tensor: torch.Tensor) -> None:
-    tensor.data = torch.empty_like(tensor)
-
-
-@pytest.mark.parametrize("change", [freed, replaced])
-def test_an_update_that_gives_a_tensor_other_memory(
-    seed: Seed, change: Callable[[torch.Tensor], None]
-) -> None:
-    """A fork had the seed read memory that was gone, which ended its process."""
-    tensors = {one.name: one.tensor for one in seed._named}
-    said = "'t0' has other memory than before the update.*This seed has ended"
-    with pytest.raises(RequestError, match=said), seed.updating(timeout=0):
-        change(tensors["t0"])
-    with pytest.raises(SeedError):
-        SeedClient(seed.url, TOKEN).lease(10)
 
 
 def test_a_seed_that_ends_during_an_update(seed: Seed) -> None:
