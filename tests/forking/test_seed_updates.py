@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support import leaks
-from tensorlift.errors import OptionError, RequestError
+from tensorlift.errors import OptionError, RequestError, SeedError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
