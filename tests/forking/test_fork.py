@@ -268,6 +268,13 @@ def test_a_manifest_that_offers_what_is_no_address(seed: Seed) -> None:
         fork_into(Model(2), seed.url)
 
 
+def test_a_seed_that_is_named_twice_is_one() -> None:
+    """It took two leases, and waited for room that it had taken itself."""
+    with Seed(Model(1), KEY, readers=1) as seed:
+        assert fork_into(Model(0), [seed.url] * 3).left == ()
+        assert seed.stats()["granted_leases"] == 1
+
+
 def test_tokens() -> None:
     with Seed(Model(1), KEY, token="right") as seed:
         with pytest.raises(SeedError, match="does not take this token"):
