@@ -15,6 +15,8 @@ import torch
 from support.checkpoints import random_row, write_safetensors
 from tensorlift import loading
 from tensorlift.errors import HeaderError, MismatchError, RequestError, TruncatedError
+from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.seed import Seed
 from tensorlift.options import HOST_BACKENDS
 from tensorlift.tensors.direct import Direct
 
@@ -113,3 +115,21 @@ def test_memory_that_cannot_be_written_is_refused(tmp_path: Path, backend: str) 
         loading.load_into(state, path, backend=backend)
     assert not state["a"].any()
     assert not array.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("nbytes", [0, 1000])
+@pytest.mark.parametrize("source", ["files", "seed"])
+def test_a_tensor_whose_storage_was_freed_or_resized(
+    tmp_path: Path, source: str, nbytes: int, dtype: torch.dtype
+) -> None:
+    """What lies behind the storage's end was written to, which ended the process."""
+    tensor = torch.zeros(256, 256, dtype=dtype)
+    needed = tensor.nbytes
+    tensor.untyped_storage().resize_(nbytes)
+    given = {"t": torch.ones(256, 256)}
+    said = f"'t' has shape .256, 256., which takes {needed:,} bytes, and its storage has {nbytes:,}: it was "
+    with Seed(given, ModelKey(model="m", processed=False)) as seed:
+        path = write(tmp_path, **given) if source == "files" else seed.url.replace("http:", "tensorlift:")
+        with pytest.raises(RequestError, match=said):
+            loading.load_into({"t": tensor}, path)

@@ -146,7 +146,9 @@ def test_no_room_is_said_before_anything_is_written(
     monkeypatch.setattr(
         writing.shutil, "disk_usage", lambda _: writing.shutil._ntuple_diskusage(9000, 8999, 1)
     )
-    with pytest.raises(MachineError, match=r"0\.00 GB are free; make room, or name a folder elsewhere"):
+    with pytest.raises(
+        MachineError, match=r"kB are to be written, 1 B are free; make room, or name a folder elsewhere"
+    ):
         cases.write_model(tmp_path, tiny)
     assert list(tmp_path.iterdir()) == []
 

@@ -152,9 +152,12 @@ def test_tokens_and_who_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("right")
     (tmp_path / "wrong").write_text("wrong")
     with Seed({"a": torch.ones(3)}, KEY, token="right") as seed:
-        for given in ([], ["--token-file", tmp_path / "wrong"]):
+        for given, says in (
+            ([], "wants a token, and none was given"),
+            (["--token-file", tmp_path / "wrong"], "does not take this token"),
+        ):
             code, _, err = run("fork", seed.url, "--out", tmp_path / "out", *given)
-            assert (code, "does not take this token" in err) == (4, True)
+            assert (code, says in err) == (4, True)
             assert "wrong" not in err
         url = seed.url
         assert run("fork", url, "--out", tmp_path / "out", "--token-file", tmp_path / "token")[0] == 0

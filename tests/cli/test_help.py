@@ -43,6 +43,7 @@ def test_every_option_is_on_the_command_line(name: str) -> None:
     code, out, _ = run("load", "--help")
     assert code == 0
     assert "--" + name.replace("_", "-") in out
+    assert "--own arena|tensor" in out
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,7 @@ def answer(status: str, body: bytes, length: int | None = None) -> bytes:
     [
         (b"", SeedError, "cannot be reached: "),
         (b"SSH-2.0-OpenSSH_9.2\r\n", SeedError, "cannot be reached: "),
+        (b"\xff\0" * 30_000, SeedError, "\\x00…; look whether the seed runs"),
         (answer("200 OK", b"<html>"), SeedError, "answers what no seed answers: '<html>'"),
         (answer("500 Oh", b"\xff" * 9), SeedError, "answers with status 500: it is no seed of this version"),
         (answer("200 OK", b"{}", length=50), SeedError, "answers what no seed answers: '{}'"),
@@ -210,6 +211,7 @@ def test_who_is_no_seed(said: bytes, error: type[Exception], says: str) -> None:
     other.close()
     assert str(caught.value).startswith(other.url)
     assert says in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_manifest_that_is_none() -> None:

@@ -227,7 +227,7 @@ def test_who_is_not_there(seed: Seed) -> None:
     with pytest.raises(ForkError, match=r"^none of 2 seeds can be read: .* cannot be reached: .*; http.*'b'"):
         fork_into(model, [away, seed.url], key="b")
     with pytest.raises(SeedError, match="none of 2 seeds"):
-        fork_into(model, [away, away])
+        fork_into(model, [away, nobody()])
     with pytest.raises(RequestError, match=r"there is no seed to fork from"):
         fork_into(Model(2), [])
 
@@ -266,6 +266,13 @@ def test_a_manifest_that_offers_what_is_no_address(seed: Seed) -> None:
     seed._manifest = encode(lying)
     with pytest.raises(ManifestError, match="offers tcp where nobody can be: 'http://somewhere' is no URL"):
         fork_into(Model(2), seed.url)
+
+
+def test_a_seed_that_is_named_twice_is_one() -> None:
+    """It took two leases, and waited for room that it had taken itself."""
+    with Seed(Model(1), KEY, readers=1) as seed:
+        assert fork_into(Model(0), [seed.url] * 3).left == ()
+        assert seed.stats()["granted_leases"] == 1
 
 
 def test_tokens() -> None:

@@ -33,6 +33,12 @@ class Model(torch.nn.Module):
         self.nothing = torch.nn.Parameter(torch.empty(0, 4))
 
 
+def resized(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The same over a storage of so many bytes: sharding frees parameters so, and keeps their shape."""
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 def read(offering: Offering, at: int) -> bytes:
     """A tensor's bytes in the order of its elements, out of the region."""
     tensor = offering.tensors[at]
@@ -105,6 +111,8 @@ class Wrapped(torch.Tensor):
         (torch.eye(3).to_sparse(), "'x' has layout torch.sparse_coo"),
         (torch._neg_view(torch.rand(3)), "'x' is negated or conjugated by a flag"),
         (torch.rand(3, dtype=torch.complex64).conj(), "'x' is negated or conjugated by a flag"),
+        (resized(torch.rand(3), 0), "'x' has shape [3], which takes 12 bytes, and its storage has 0: it was"),
+        (resized(torch.rand(4)[1:], 15), "'x' has shape [3], which takes 12 bytes, and its storage has 15"),
     ],
 )
 def test_what_cannot_be_offered_is_named(tensor: torch.Tensor, says: str) -> None:

@@ -97,7 +97,7 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with Seed(tensors(), KEY, token="right") as seed:
         url = url_of(seed.url, "")
-        with pytest.raises(SeedError, match="does not take this token"):
+        with pytest.raises(SeedError, match="wants a token, and none"):
             SeedCheckpoint(url)
         assert SeedCheckpoint(url, "right").names == list(tensors())
         monkeypatch.setenv(TOKEN_VARIABLE, "right")
@@ -238,6 +238,13 @@ def test_what_no_checkpoint_can_have(seed: Seed, monkeypatch: pytest.MonkeyPatch
     url = lying(seed, monkeypatch, Tensor("x", "complex128", (2,), (1,), 0, 0))
     with pytest.raises(ForkError, match=r"'x' has dtype complex128 and shape \[2\], which no checkpoint has"):
         SeedCheckpoint(url)
+
+
+def test_the_name_that_headers_keep_for_themselves(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was written as a file that nobody reads."""
+    url = lying(seed, monkeypatch, Tensor("__metadata__", "float32", (2,), (1,), 0, 0))
+    with pytest.raises(ForkError, match="a tensor is called '__metadata__', which no checkpoint can have"):
+        SeedCheckpoint(url, as_it_is=True)
 
 
 def test_tensors_larger_than_any(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import tensorlift.forking.seed as module
 from support import leaks
-from tensorlift.errors import OptionError, RequestError
+from tensorlift.errors import OptionError, RequestError, SeedError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
@@ -124,3 +124,24 @@ def test_a_child_does_not_end_the_seed_of_its_parent(seed: Seed) -> None:
             os._exit(0)
     os.waitpid(child, 0)
     assert reads(seed)
+
+
+def freed(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+def replaced(tensor: torch.Tensor) -> None:
+    tensor.data = torch.empty_like(tensor)
+
+
+@pytest.mark.parametrize("change", [freed, replaced])
+def test_an_update_that_gives_a_tensor_other_memory(
+    seed: Seed, change: Callable[[torch.Tensor], None]
+) -> None:
+    """A fork had the seed read memory that was gone, which ended its process."""
+    tensors = {one.name: one.tensor for one in seed._named}
+    said = "'t0' has other memory than before the update.*This seed has ended"
+    with pytest.raises(RequestError, match=said), seed.updating(timeout=0):
+        change(tensors["t0"])
+    with pytest.raises(SeedError):
+        SeedClient(seed.url).lease(10)

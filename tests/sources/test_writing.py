@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tensorlift.errors import ForkError
+from tensorlift.errors import ForkError, MachineError
 from tensorlift.sources import writing
 from tensorlift.sources.writing import Spec, write_tensors
 
@@ -32,6 +34,14 @@ def test_tensors_are_there_again(
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     assert (tmp_path / "new" / "model.safetensors.index.json").exists() == (files > 1)
+
+
+def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of them say that nothing is free on them."""
+    facts = SimpleNamespace(f_flag=os.ST_RDONLY, f_bavail=0, f_blocks=0, f_bfree=0, f_frsize=4096)
+    monkeypatch.setattr(writing.os, "statvfs", lambda _: facts)
+    with pytest.raises(MachineError, match="new: cannot write: Read-only file system; name a folder else"):
+        write_tensors(tmp_path / "new", SPECS, read)
 
 
 def test_nothing_is_left_where_they_do_not_come(tmp_path: Path) -> None:

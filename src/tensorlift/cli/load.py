@@ -125,7 +125,7 @@ def _parameters() -> Iterator[tuple[str, Any, Any]]:
 
 
 def _metavar(name: str, unit: str) -> str:
-    special = {"trace": "FILE", "verify": "true|FILE", "keep_pinned": "true|false"}
+    special = {"trace": "FILE", "verify": "true|FILE", "keep_pinned": "true|false", "own": "arena|tensor"}
     return special.get(name) or ("SIZE" if unit == "bytes" else "NUMBER")
 
 

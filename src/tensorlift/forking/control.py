@@ -113,6 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "tensorlift", ""
     timeout = _IDLE_SECONDS
+    # An answer is two writes, and the second would wait for the peer's word of the first, 40 ms on a kept
+    # connection.
+    disable_nagle_algorithm = True
 
     def __init__(self, peer: socket.socket, address: Any, seed: Seed) -> None:
         self.seed = seed

@@ -169,7 +169,8 @@ def _finder(urls: str | Sequence[str] | Find, token: str, patience: float, ca: C
                     error = problem
 
         return found
-    clients = [client(url) for url in ([urls] if isinstance(urls, str) else urls)]
+    # One that is named twice is one: it would wait for room that it has taken itself.
+    clients = list({one.url: one for one in map(client, [urls] if isinstance(urls, str) else urls)}.values())
     if not clients:
         raise RequestError("there is no seed to fork from; name one: http://host:port")
 

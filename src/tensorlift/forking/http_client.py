@@ -25,6 +25,7 @@ _LONGEST_ANSWER = 1 << 20
 # Of an answer that is not its body: http.client takes a hundred headers of 64 KiB.
 _MOST_AROUND = 8 << 20
 _BUSY_SECONDS = 1.0
+_LONGEST_SHOWN = 300
 _WHY = {
     "full": "it has as many readers as it takes",
     "updating": "it updates its weights",
@@ -119,7 +120,8 @@ class HttpClient:
                 "give the file of who signed it as ca (--ca; SSL_CERT_FILE where there is no such option)"
             ) from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
-            said = clean(str(error)) or type(error).__name__
+            # Of what is no HTTP the error has the first line, whole.
+            said = quote(str(error), _LONGEST_SHOWN)[1:-1] or type(error).__name__
             scheme, other = ("http", "https") if self._context is None else ("https", "http")
             raise SeedError(
                 f"{self.url} cannot be reached: {said}{self._named}; look whether the {self.what} runs, "
@@ -145,6 +147,11 @@ class HttpClient:
         return made
 
     def _refusal(self, status: int, body: bytes) -> SeedError:
+        if status == 401 and not self._token:
+            return SeedError(
+                f"{self.url} wants a token, and none was given: give that of the {self.what} as token "
+                "(--token-file, TENSORLIFT_TOKEN)"
+            )
         if status == 401:
             return SeedError(f"{self.url} does not take this token; give that of the {self.what}")
         try:
@@ -156,7 +163,7 @@ class HttpClient:
                 + ("" if busy is None else ", or has too much to do"),
                 retry_seconds=busy,
             )
-        why = _WHY.get(refused.reason) or quote(refused.reason, 300)[1:-1]
+        why = _WHY.get(refused.reason) or quote(refused.reason, _LONGEST_SHOWN)[1:-1]
         when = refused.retry_seconds
         return SeedError(
             f"{self.url}: {why}" + ("" if when is None else f"; ask again in {when:.1f} s"),

@@ -17,7 +17,7 @@ from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.options import LoadOptions
 from tensorlift.stats import LoadStats
 from tensorlift.tensors import memory as memories
-from tensorlift.tensors.destinations import Target
+from tensorlift.tensors.destinations import Target, check_storage
 from tensorlift.tensors.direct import check_writable
 from tensorlift.tensors.memory import Memory
 from tensorlift.tensors.moving import Movers
@@ -79,6 +79,7 @@ class _Straight(_Coming):
         """See moving.Straight."""
         assert isinstance(checkpoint, SeedCheckpoint)
         self._seed, self._targets = checkpoint, targets
+        check_storage(targets)
         if self.memory.native_kind == 0:
             rows = [target.row for target in targets]
             addresses = np.array([target.address for target in targets], np.uint64)

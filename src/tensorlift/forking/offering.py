@@ -28,7 +28,17 @@ from tensorlift.format.quoting import quote
 from tensorlift.plan.extents import Extents
 from tensorlift.tensors.memory import pci_address
 
-__all__ = ["Named", "Offering", "blocks_of", "gpu_of", "named_tensors", "native_device", "offer", "settle"]
+__all__ = [
+    "Named",
+    "Offering",
+    "blocks_of",
+    "gpu_of",
+    "named_tensors",
+    "native_device",
+    "offer",
+    "places",
+    "settle",
+]
 
 # Attributes of modules with what was computed for requests, not weights: an engine's KV cache, above all.
 _CACHES = re.compile(r"cache", re.IGNORECASE)
@@ -149,6 +159,14 @@ def settle(tensors: Iterable[Named]) -> None:
             torch.cuda.synchronize(device)
 
 
+def places(tensors: Iterable[Named]) -> list[tuple[int, int, int]]:
+    """The address of each, and the one and the bytes of its storage: equal for as long as none got other
+    memory.
+    """
+    storages = [(one.tensor.data_ptr(), one.tensor.untyped_storage()) for one in tensors]
+    return [(address, storage.data_ptr(), storage.nbytes()) for address, storage in storages]
+
+
 def _regions(tensors: Sequence[Named], device: torch.device) -> Regions:
     placed = _placed(tensors)
     if device.type == "cpu":
@@ -191,6 +209,14 @@ def _problem(tensor: torch.Tensor) -> str | None:
         return (
             "is negated or conjugated by a flag, which its bytes do not show; offer what resolve_neg() and "
             "resolve_conj() give"
+        )
+    # Of a storage that was resized, as some do to free it, a tensor keeps its shape: what lies behind the end
+    # is somebody else's memory, or none.
+    wanted, there = _nbytes(tensor), tensor.untyped_storage().nbytes()
+    if wanted and tensor.storage_offset() * tensor.element_size() + wanted > there:
+        return (
+            f"has shape {list(tensor.shape)}, which takes {wanted:,} bytes, and its storage has {there:,}: "
+            "it was freed or resized; give the tensor its memory back first"
         )
     return None
 

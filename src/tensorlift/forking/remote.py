@@ -31,6 +31,7 @@ from tensorlift.forking.urls import split_url
 from tensorlift.forking.ways import ways_of
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint, Shard
+from tensorlift.format.entries import METADATA_KEY
 from tensorlift.format.header import Header
 from tensorlift.format.quoting import clean, quote, without_secrets
 from tensorlift.options import LoadOptions
@@ -286,6 +287,11 @@ def _header(manifest: Manifest, url: str) -> Header:
     shapes: list[tuple[int, ...]] = []
     sizes: list[int] = []
     for tensor, kind in zip(manifest.tensors, kinds, strict=True):
+        if tensor.name == METADATA_KEY:
+            raise ForkError(
+                f"{clean(url)}: a tensor is called {METADATA_KEY!r}, which no checkpoint can have: headers "
+                "of files keep that name for themselves; fork it into the same model"
+            )
         if kind is None or (kind.elements > 1 and not tensor.shape):
             raise ForkError(
                 f"{clean(url)}: {quote(tensor.name)} has dtype {tensor.dtype} and shape "

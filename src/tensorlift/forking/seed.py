@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from tensorlift.errors import RequestError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
@@ -20,12 +21,13 @@ from tensorlift.forking.keys import check_host, checked_key, checked_token, chec
 from tensorlift.forking.leases import Lease, Leases
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Manifest, ModelKey, encode, layout_digest
-from tensorlift.forking.offering import gpu_of, named_tensors, offer, settle
+from tensorlift.forking.offering import gpu_of, named_tensors, offer, places, settle
 from tensorlift.forking.ranks import JoinRequest, RankTable
 from tensorlift.forking.sglang_protocol_answer import info
 from tensorlift.forking.tensor_digests import checked_digests, made_digests
 from tensorlift.forking.transports import SERVED, Served
 from tensorlift.forking.ways import Ways, ways_of
+from tensorlift.format.quoting import quote
 from tensorlift.options import parse_count, parse_port, parse_seconds
 
 __all__ = ["Follower", "Seed"]
@@ -98,7 +100,7 @@ class Seed:
         readers, join_timeout = parse_count(readers, "readers"), parse_seconds(join_timeout, "join_timeout")
         self.most_readers, self._followers = readers, list[Follower]()
         self._named = named_tensors(model)
-        self._offering = offer(self._named)
+        self._offering, self._places = offer(self._named), places(self._named)
         settle(self._named)
         self.token, self.key, self._weights = token, checked_key(key), checked_weights(weights)
         encrypted = seed_context(tls)
@@ -223,7 +225,8 @@ class Seed:
 
         timeout: seconds to wait for them. weights: the version behind the change; without it one that no
         other seed has, so that no fork takes others for the same. Raises OptionError, and RequestError where
-        an update is under way or the seed is closed.
+        an update is under way or the seed is closed, and behind an update that gave a tensor other memory,
+        with which the seed ends.
         """
         timeout, weights = _checked_wait(timeout), checked_weights(weights)
         with self._changed:
@@ -237,19 +240,37 @@ class Seed:
                 self._publish({})
             yield
         finally:
-            # None where it was closed meanwhile: then the memory may be gone.
-            named = self._named
-            try:
-                settle(named)
-                if named and self._makes_digests:
-                    with self._changed:
-                        self._publish(made_digests(self._offering))
-            finally:
-                # Whatever became of the digests: else the update would last for ever.
+            if moved := self._moved():
+                self.close()
+            else:
+                self._open()
+        if moved:
+            raise RequestError(
+                f"{quote(moved)} has other memory than before the update, which is for changes in place "
+                "(copy_(), load_into): what forks would read is not the model's any more. This seed has "
+                "ended; begin another one"
+            )
+
+    def _moved(self) -> str:
+        """The first tensor whose memory was freed or replaced; nothing of a closed seed."""
+        found = zip(self._named, places(self._named), self._places, strict=False)
+        return next((named.name for named, now, before in found if now != before), "")
+
+    def _open(self) -> None:
+        """Behind an update."""
+        # None where it was closed meanwhile: then the memory may be gone.
+        named = self._named
+        try:
+            settle(named)
+            if named and self._makes_digests:
                 with self._changed:
-                    self._served.set_epoch(self._leases.epoch, True)
-                    self._leases.end_update()
-                self._tell()
+                    self._publish(made_digests(self._offering))
+        finally:
+            # Whatever became of the digests: else the update would last for ever.
+            with self._changed:
+                self._served.set_epoch(self._leases.epoch, True)
+                self._leases.end_update()
+            self._tell()
 
     def _wait_for_readers(self, timeout: float) -> None:
         end = time.monotonic() + timeout

@@ -8,6 +8,7 @@ checkpoint, or an index whose shards are missing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -23,6 +24,7 @@ from tensorlift.errors import MachineError, RequestError
 from tensorlift.format import dtypes
 from tensorlift.format.listing import USUAL_INDEX
 from tensorlift.format.quoting import plural
+from tensorlift.stats import human_bytes
 
 __all__ = [
     "SHARD_BYTES",
@@ -213,11 +215,14 @@ def _alone(folder: Path) -> Iterator[bool]:
 def _check_room(folder: Path, nbytes: int, replaced: Sequence[Path]) -> None:
     """Before anything is made or removed: what is free, and what the files to be replaced give back."""
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    # Of some of these the kernel says that nothing is free, which is not what is wrong.
+    if os.statvfs(above).f_flag & os.ST_RDONLY:
+        raise MachineError(f"{folder}: cannot write: {os.strerror(errno.EROFS)}; name a folder elsewhere")
     free = shutil.disk_usage(above).free + sum(_own_bytes(file) for file in replaced)
     if nbytes > free:
         raise MachineError(
-            f"{folder}: {nbytes / 1e9:.2f} GB are to be written, {free / 1e9:.2f} GB are free; make "
-            "room, or name a folder elsewhere"
+            f"{folder}: {human_bytes(nbytes)} are to be written, {human_bytes(free)} are free; make room, or "
+            "name a folder elsewhere"
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from tensorlift.plan.extents import Extents, overlapping
 from tensorlift.tensors.devices import check_kind
 from tensorlift.tensors.views import torch_dtype, torch_shape
 
-__all__ = ["Destinations", "Match", "Target", "is_versioned", "match", "reach", "tensors_of"]
+__all__ = ["Destinations", "Match", "Target", "check_storage", "is_versioned", "match", "reach", "tensors_of"]
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
@@ -316,6 +316,23 @@ def reach(target: Target) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def check_storage(targets: Iterable[Target]) -> None:
+    """Raises RequestError for a tensor whose storage was freed or resized, as sharding does: it keeps its
+    shape, and what lies behind the storage's end is somebody else's memory, or none.
+    """
+    for target in targets:
+        tensor, wanted = target.tensor, reach(target)
+        if not wanted:
+            continue
+        there = tensor.untyped_storage().nbytes()
+        if tensor.storage_offset() * tensor.element_size() + wanted > there:
+            raise RequestError(
+                f"{target.name!r} has shape {list(tensor.shape)}, which takes {wanted:,} bytes, and its "
+                f"storage has {there:,}: it was freed or resized; give the tensor its memory back before "
+                "load_into"
+            )
 
 
 def _check_usable(name: str, tensor: torch.Tensor) -> None:

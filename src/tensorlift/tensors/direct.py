@@ -22,7 +22,7 @@ from tensorlift.options import LoadOptions
 from tensorlift.plan.parts import Spread, spread_of
 from tensorlift.plan.pieces import merge_pieces, new_pieces
 from tensorlift.stats import LoadStats
-from tensorlift.tensors.destinations import Target
+from tensorlift.tensors.destinations import Target, check_storage
 from tensorlift.tensors.memory import Memory
 from tensorlift.tensors.running import Running, Tick
 
@@ -147,6 +147,7 @@ def _check_inside(
     ends = begins + np.array(list(map(torch.UntypedStorage.nbytes, storages)), np.uint64)
     outside = (sizes > 0) & ((addresses < begins) | (addresses + sizes.astype(np.uint64) > ends))
     if outside.any():
+        check_storage([targets[int(np.argmax(outside))]])
         name = targets[int(np.argmax(outside))].name
         raise RequestError(f"the memory of {quote(name)} was replaced while it was about to be loaded into")
 
@@ -161,6 +162,7 @@ def check_writable(
     at = np.maximum(np.searchsorted(begins, addresses, side="right") - 1, 0)
     outside = (sizes > 0) & ((addresses < begins[at]) | (addresses + sizes.astype(np.uint64) > ends[at]))
     if outside.any():
+        check_storage([targets[int(np.argmax(outside))]])
         name = targets[int(np.argmax(outside))].name
         raise RequestError(
             f"the memory of {quote(name)} cannot be written: a map of a file that is open for reading only? "

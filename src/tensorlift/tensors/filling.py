@@ -23,6 +23,7 @@ from tensorlift.tensors.destinations import (
     Destinations,
     Match,
     Target,
+    check_storage,
     is_versioned,
     match,
     reach,
@@ -155,7 +156,10 @@ def _other_ranks(
 
 
 def _check_others(found: Match) -> None:
-    """As Direct does for what is written in place: a copy into a read-only map would end the process."""
+    """As Direct does for what is written in place: a copy into a read-only map would end the process, and one
+    beyond a storage's end damage its memory.
+    """
+    check_storage((*found.copied, *found.ordered))
     others = [
         target for target in (*found.copied, *found.ordered) if target.plain and target.device.type == "cpu"
     ]
