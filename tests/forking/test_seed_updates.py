@@ -145,3 +145,22 @@ def test_an_update_that_gives_a_tensor_other_memory(
         change(tensors["t0"])
     with pytest.raises(SeedError):
         SeedClient(seed.url).lease(10)
+
+
+@pytest.mark.parametrize("with_what", ["module", "mapping"])
+def test_an_update_that_gives_a_model_another_tensor(with_what: str) -> None:
+    """Forks would have got the one before it, under the name of the new version."""
+    linear = torch.nn.Linear(3, 3)
+    given = {"weight": linear.weight, "bias": linear.bias}
+    with leaks.nothing_left(), Seed(linear if with_what == "module" else given, KEY) as seed:
+        with seed.updating(timeout=0, weights="2"), torch.no_grad():
+            linear.weight.add_(1)
+            given["more"] = torch.ones(2)
+        with pytest.raises(RequestError, match="'weight' has other memory"), seed.updating(timeout=0):
+            linear.weight = given["weight"] = torch.nn.Parameter(torch.ones(3, 3))
+
+
+def test_an_update_behind_which_a_mapping_has_something_else(seed: Seed) -> None:
+    with seed.updating(timeout=0):
+        seed._model["t0"] = "nothing"  # type: ignore[index]
+    assert reads(seed)

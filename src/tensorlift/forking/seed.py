@@ -99,7 +99,7 @@ class Seed:
         parse_port(port, "port")
         readers, join_timeout = parse_count(readers, "readers"), parse_seconds(join_timeout, "join_timeout")
         self.most_readers, self._followers = readers, list[Follower]()
-        self._named = named_tensors(model)
+        self._model, self._named = model, named_tensors(model)
         self._offering, self._places = offer(self._named), places(self._named)
         settle(self._named)
         self.token, self.key, self._weights = token, checked_key(key), checked_weights(weights)
@@ -252,9 +252,16 @@ class Seed:
             )
 
     def _moved(self) -> str:
-        """The first tensor whose memory was freed or replaced; nothing of a closed seed."""
-        found = zip(self._named, places(self._named), self._places, strict=False)
-        return next((named.name for named, now, before in found if now != before), "")
+        """The first tensor whose memory was freed or replaced; nothing of a closed seed.
+
+        Also one that the model has another tensor for now. Derived ones come and go as its caches do.
+        """
+        before = dict(zip((named.name for named in self._named), self._places, strict=False))
+        now = list(self._named)
+        with contextlib.suppress(RequestError):  # a mapping that has something else in it by now
+            now += [named for named in named_tensors(self._model) if named.kind != "derived"]
+        found = zip(now, places(now), strict=True)
+        return next((one.name for one, place in found if place != before.get(one.name, place)), "")
 
     def _open(self) -> None:
         """Behind an update."""
@@ -311,7 +318,7 @@ class Seed:
         served = getattr(self, "_served", None)
         if served is not None:
             served.close()
-        self._named = []
+        self._model, self._named = {}, []
 
     def __repr__(self) -> str:
         """Which weights, and where."""
