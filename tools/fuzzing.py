@@ -113,6 +113,8 @@ def fuzz(name: str, command: Sequence[str], folder: Path, seconds: float, seed: 
         "seed": seed,
         "max_len": most,
         "timeout": _LONGEST_SECONDS,
+        # Without it what took 10 s on a busy machine is kept too, as if it broke something.
+        "report_slow_units": _LONGEST_SECONDS,
         "rss_limit_mb": _MOST_MEGABYTES,
         "artifact_prefix": f"{found}/{name}-",
         "print_final_stats": 1,

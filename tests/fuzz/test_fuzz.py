@@ -55,3 +55,17 @@ def test_an_input_that_breaks_something_is_kept_and_named(tmp_path: Path) -> Non
     (found,) = outcome.found
     assert found.parent == tmp_path / "found"
     assert len(found.read_bytes()) >= 3
+
+
+def test_what_waits_for_a_busy_machine_is_not_found(tmp_path: Path) -> None:
+    pytest.importorskip("atheris", reason="atheris is not installed, which fuzzes Python")
+    program = tmp_path / "slow.py"
+    program.write_text(
+        "import sys, time, atheris\n"
+        "def one_input(content):\n"
+        "    time.sleep(11)\n"
+        "atheris.Setup(sys.argv, one_input)\n"
+        "atheris.Fuzz()\n"
+    )
+    outcome = fuzzing.fuzz("slow", [sys.executable, str(program)], tmp_path, 1, 1, 10)
+    assert outcome.is_clean, outcome.output
