@@ -160,6 +160,22 @@ def test_an_update_that_gives_a_model_another_tensor(with_what: str) -> None:
             linear.weight = given["weight"] = torch.nn.Parameter(torch.ones(3, 3))
 
 
+@pytest.mark.parametrize(
+    "other",
+    [torch.nn.UninitializedParameter(), torch.nn.Parameter(torch.eye(3).to_sparse())],
+    ids=["uninitialized", "sparse"],
+)
+def test_an_update_that_gives_a_model_a_tensor_without_a_place(other: torch.nn.Parameter) -> None:
+    linear = torch.nn.Linear(3, 3)
+    with (
+        leaks.nothing_left(),
+        Seed(linear, KEY) as seed,
+        pytest.raises(RequestError, match="'weight' has other memory"),
+        seed.updating(timeout=0),
+    ):
+        linear.weight = other
+
+
 def test_an_update_behind_which_a_mapping_has_something_else(seed: Seed) -> None:
     with seed.updating(timeout=0):
         seed._model["t0"] = "nothing"  # type: ignore[index]

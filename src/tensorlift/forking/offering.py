@@ -163,8 +163,15 @@ def places(tensors: Iterable[Named]) -> list[tuple[int, int, int]]:
     """The address of each, and the one and the bytes of its storage: equal for as long as none got other
     memory.
     """
-    storages = [(one.tensor.data_ptr(), one.tensor.untyped_storage()) for one in tensors]
-    return [(address, storage.data_ptr(), storage.nbytes()) for address, storage in storages]
+    return [_place(one.tensor) for one in tensors]
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+    try:
+        storage = tensor.untyped_storage()
+        return tensor.data_ptr(), storage.data_ptr(), storage.nbytes()
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, or a parameter without memory yet
+        return 0, 0, 0
 
 
 def _regions(tensors: Sequence[Named], device: torch.device) -> Regions:
