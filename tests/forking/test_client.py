@@ -110,24 +110,21 @@ def test_leases_that_are_none(status: bytes, body: bytes, monkeypatch: pytest.Mo
             fork_into({"a": torch.zeros(5)}, seed.url, patience=60.0)
 
 
-def test_a_lease_is_given_back_by_who_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the second seed lets nobody in."""
-    offered = {"a": torch.ones(5)}
+def test_a_lease_is_given_back_by_who_is_interrupted_at_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered, real = {"a": torch.ones(5)}, SeedClient.lease
 
-    def interrupted(seconds: float) -> None:
-        raise KeyboardInterrupt
+    with Seed(offered, "m", weights="1") as first, Seed(offered, "m", weights="1") as second:
 
-    with (
-        Seed(offered, "m", weights="1") as first,
-        Seed(offered, "m", weights="1", readers=1) as second,
-    ):
-        held = SeedClient(second.url).lease(30.0)
-        with monkeypatch.context() as patched:
-            patched.setattr(reader.time, "sleep", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                fork_into({"a": torch.zeros(5)}, [first.url, second.url], patience=60.0)
+        def interrupted(client: SeedClient, seconds: float) -> object:
+            if client.url == second.url:
+                assert first.stats()["readers"] == 1
+                raise KeyboardInterrupt
+            return real(client, seconds)
+
+        monkeypatch.setattr(SeedClient, "lease", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fork_into({"a": torch.zeros(5)}, [first.url, second.url], patience=60.0)
         assert first.stats()["readers"] == 0
-        SeedClient(second.url).release(held.id)
 
 
 def test_a_stopped_seed_does_not_hold_the_fork_up_that_prolongs_its_lease(
