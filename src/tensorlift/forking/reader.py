@@ -125,14 +125,11 @@ class Reader:
         """Those that gave a lease. Those that have no room are asked again where no other gave one."""
         end = time.monotonic() + self._patience
         while True:
-            full = {
-                n: why for n, one in enumerate(self._sources) if not one.gone and (why := self._lease(one))
-            }
+            full = [(one, why) for one in self._sources if not one.gone and (why := self._lease(one))]
             leased = [source for source in self._sources if source.lease and not source.gone]
-            wait = min((why.retry_seconds or 0.0 for why in full.values()), default=0.0)
+            wait = min((why.retry_seconds or 0.0 for _, why in full), default=0.0)
             if leased or not full or time.monotonic() + wait > end:
-                for number, why in full.items():
-                    source = self._sources[number]
+                for source, why in full:
                     source.retry_seconds = why.retry_seconds
                     self._leave(source, self._said(source, why))
                 return leased
