@@ -39,17 +39,22 @@ def test_the_kept_corpus_is_small() -> None:
     assert sum(path.stat().st_size for path in files) < 1_000_000
 
 
-def test_an_input_that_breaks_something_is_kept_and_named(tmp_path: Path) -> None:
+def fuzzed(folder: Path, line: str, seconds: float) -> fuzzing.Outcome:
+    """What comes of a target of Python that does this with an input, ``content``."""
     pytest.importorskip("atheris", reason="atheris is not installed, which fuzzes Python")
-    program = tmp_path / "broken.py"
+    program = folder / "program.py"
     program.write_text(
-        "import sys, atheris\n"
+        "import sys, time, atheris\n"
         "def one_input(content):\n"
-        "    assert len(content) < 3, 'three'\n"
+        f"    {line}\n"
         "atheris.Setup(sys.argv, one_input)\n"
         "atheris.Fuzz()\n"
     )
-    outcome = fuzzing.fuzz("broken", [sys.executable, str(program)], tmp_path, 30, 1, 10)
+    return fuzzing.fuzz("program", [sys.executable, str(program)], folder, seconds, 1, 10)
+
+
+def test_an_input_that_breaks_something_is_kept_and_named(tmp_path: Path) -> None:
+    outcome = fuzzed(tmp_path, "assert len(content) < 3, 'three'", 30)
     assert not outcome.is_clean
     assert "three" in outcome.output
     (found,) = outcome.found
@@ -58,14 +63,5 @@ def test_an_input_that_breaks_something_is_kept_and_named(tmp_path: Path) -> Non
 
 
 def test_what_waits_for_a_busy_machine_is_not_found(tmp_path: Path) -> None:
-    pytest.importorskip("atheris", reason="atheris is not installed, which fuzzes Python")
-    program = tmp_path / "slow.py"
-    program.write_text(
-        "import sys, time, atheris\n"
-        "def one_input(content):\n"
-        "    time.sleep(11)\n"
-        "atheris.Setup(sys.argv, one_input)\n"
-        "atheris.Fuzz()\n"
-    )
-    outcome = fuzzing.fuzz("slow", [sys.executable, str(program)], tmp_path, 1, 1, 10)
+    outcome = fuzzed(tmp_path, "time.sleep(11)", 1)
     assert outcome.is_clean, outcome.output
