@@ -26,6 +26,7 @@ from tensorlift.forking.manifest import (
 from tensorlift.forking.regions import Blocks, Placed, Regions, regions_by_block, regions_by_storage
 from tensorlift.format.quoting import quote
 from tensorlift.plan.extents import Extents
+from tensorlift.tensors.destinations import beyond_storage
 from tensorlift.tensors.memory import pci_address
 
 __all__ = [
@@ -217,14 +218,8 @@ def _problem(tensor: torch.Tensor) -> str | None:
             "is negated or conjugated by a flag, which its bytes do not show; offer what resolve_neg() and "
             "resolve_conj() give"
         )
-    # Of a storage that was resized, as some do to free it, a tensor keeps its shape: what lies behind the end
-    # is somebody else's memory, or none.
-    wanted, there = _nbytes(tensor), tensor.untyped_storage().nbytes()
-    if wanted and tensor.storage_offset() * tensor.element_size() + wanted > there:
-        return (
-            f"has shape {list(tensor.shape)}, which takes {wanted:,} bytes, and its storage has {there:,}: "
-            "it was freed or resized; give the tensor its memory back first"
-        )
+    if problem := beyond_storage(tensor, _nbytes(tensor)):
+        return f"{problem} first"
     return None
 
 

@@ -33,7 +33,17 @@ from tensorlift.plan.extents import Extents, overlapping
 from tensorlift.tensors.devices import check_kind
 from tensorlift.tensors.views import torch_dtype, torch_shape
 
-__all__ = ["Destinations", "Match", "Target", "check_storage", "is_versioned", "match", "reach", "tensors_of"]
+__all__ = [
+    "Destinations",
+    "Match",
+    "Target",
+    "beyond_storage",
+    "check_storage",
+    "is_versioned",
+    "match",
+    "reach",
+    "tensors_of",
+]
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
@@ -318,21 +328,26 @@ def reach(target: Target) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def check_storage(targets: Iterable[Target]) -> None:
-    """Raises RequestError for a tensor whose storage was freed or resized, as sharding does: it keeps its
-    shape, and what lies behind the storage's end is somebody else's memory, or none.
+def beyond_storage(tensor: torch.Tensor, wanted: int) -> str:
+    """What is wrong with a tensor that spans so many bytes, more than its storage has: "" where nothing is.
+
+    One whose storage was freed or resized, as sharding does, keeps its shape, and what lies behind the
+    storage's end is somebody else's memory, or none.
     """
+    there = tensor.untyped_storage().nbytes()
+    if not wanted or tensor.storage_offset() * tensor.element_size() + wanted <= there:
+        return ""
+    return (
+        f"has shape {list(tensor.shape)}, which takes {wanted:,} bytes, and its storage has {there:,}: it "
+        "was freed or resized; give the tensor its memory back"
+    )
+
+
+def check_storage(targets: Iterable[Target]) -> None:
+    """Raises RequestError for a tensor that is larger than its storage; see beyond_storage()."""
     for target in targets:
-        tensor, wanted = target.tensor, reach(target)
-        if not wanted:
-            continue
-        there = tensor.untyped_storage().nbytes()
-        if tensor.storage_offset() * tensor.element_size() + wanted > there:
-            raise RequestError(
-                f"{target.name!r} has shape {list(tensor.shape)}, which takes {wanted:,} bytes, and its "
-                f"storage has {there:,}: it was freed or resized; give the tensor its memory back before "
-                "load_into"
-            )
+        if problem := beyond_storage(target.tensor, reach(target)):
+            raise RequestError(f"{target.name!r} {problem} before load_into")
 
 
 def _check_usable(name: str, tensor: torch.Tensor) -> None:
