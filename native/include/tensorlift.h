@@ -30,7 +30,7 @@ extern "C" {
 #endif
 
 /* Raised with every change of a structure or a meaning. */
-#define TL_ABI_VERSION 7u
+#define TL_ABI_VERSION 8u
 
 typedef enum tl_status {
     TL_OK = 0,

@@ -97,14 +97,15 @@ typedef struct tl_ipc_handle {
 TL_API tl_status tl_ipc_export(const tl_region *region, tl_ipc_handle *handle, uint64_t *offset,
                                tl_error *error);
 
-/* Maps an allocation of another process for the staging's device, until the staging is destroyed: its address here. */
+/* Maps an allocation of another process for the staging's device, until the staging is destroyed: its address here, and how
+ * many bytes of it follow. */
 TL_API tl_status tl_staging_map(tl_staging *staging, const tl_ipc_handle *handle, uint64_t *address,
-                                tl_error *error);
+                                uint64_t *nbytes, tl_error *error);
 
 typedef enum tl_origin_kind {
     TL_ORIGIN_HERE = 0,    /* memory of this process, at address */
     TL_ORIGIN_PROCESS = 1, /* memory of another process: handle is its id, address is one of its own */
-    TL_ORIGIN_DEVICE = 2 /* memory of another process on a device: address is what tl_staging_map has said */
+    TL_ORIGIN_DEVICE = 2   /* memory of another process on a device: in what tl_staging_map has mapped */
 } tl_origin_kind;
 
 /* Where a fork on the seed's own host reads a region itself. */

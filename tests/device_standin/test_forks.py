@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from msgspec import structs
 
 from support import leaks, standin
 from tensorlift import loading
 from tensorlift.engine import abi
-from tensorlift.errors import DeviceError, RequestError
-from tensorlift.forking import offering
+from tensorlift.errors import DeviceError, ForkError, RequestError
+from tensorlift.forking import offering, shm
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.remote import url_of
@@ -115,6 +116,42 @@ def test_a_driver_that_maps_nothing(driver: standin.Driver, on: list[tuple[int, 
         result = fork_into(ours, seed.url, patience=60.0)
     assert same(ours, theirs)
     assert result.transports[seed.url].startswith("shm (socket, not CUDA IPC: ")
+
+
+def test_an_allocation_that_is_shorter_than_its_seed_says(
+    driver: standin.Driver, on: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How much there is the driver says: behind its end lies memory of somebody else, or none."""
+    driver.set_allocation_bytes(1 << 47)
+    told = shm._on_a_device
+    monkeypatch.setattr(
+        shm,
+        "_on_a_device",
+        lambda region: structs.replace(told(region), address=(1 << 47) - region.nbytes + 1),
+    )
+    on.append((driver.kind, 0))
+    with Seed(weights(1), KEY) as seed:
+        on.append((driver.kind, 1))
+        with pytest.raises(ForkError, match="a region is in an allocation that is shorter"):
+            fork_into(weights(2), seed.url, patience=60.0)
+
+
+def test_an_allocation_whose_size_nobody_knows(driver: standin.Driver, on: list[tuple[int, int]]) -> None:
+    """It is unmapped again, and the bytes come over the socket."""
+    driver.set_allocation_bytes(1 << 47)
+    asked = "cuMemGetAddressRange_v2" if driver.kind == abi.DEVICE_CUDA else "hipMemGetAddressRange"
+    theirs, ours = {"one": weights(1)["large0"]}, {"one": weights(2)["large0"]}
+    on.append((driver.kind, 0))
+    with Seed(theirs, KEY) as seed:
+        on.append((driver.kind, 1))
+        driver.fail(asked.encode(), 2, 1)  # the first is the seed's own
+        result = fork_into(ours, seed.url, patience=60.0, connections=1)
+    assert same(ours, theirs)
+    assert result.transports[seed.url].startswith("shm (socket, not CUDA IPC: ")
+    opened, closed = ("cuIpcOpenMemHandle_v2", "cuIpcCloseMemHandle")
+    if driver.kind != abi.DEVICE_CUDA:
+        opened, closed = ("hipIpcOpenMemHandle", "hipIpcCloseMemHandle")
+    assert driver.counts()[opened] == driver.counts()[closed] == 1
 
 
 def test_a_seed_whose_device_cannot_be_read(driver: standin.Driver, on: list[tuple[int, int]]) -> None:

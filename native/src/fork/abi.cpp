@@ -317,15 +317,16 @@ tl_status tl_ipc_export(const tl_region *region, tl_ipc_handle *handle, uint64_t
 }
 
 tl_status tl_staging_map(tl_staging *staging, const tl_ipc_handle *handle, uint64_t *address,
-                         tl_error *error) {
+                         uint64_t *nbytes, tl_error *error) {
     return tl::guarded(error, [&]() -> Failure {
-        if (!staging || !handle || !address) return failure(TL_ERR_ARGUMENT, "no staging, or no place");
+        if (!staging || !handle || !address || !nbytes)
+            return failure(TL_ERR_ARGUMENT, "no staging, or no place");
         tl::Stage &stage = *staging->stage;
         const tl::Bound bound(stage.driver(), stage.device());
         if (bound.failure()) return bound.failure();
         tl::IpcHandle given;
         std::memcpy(given.bytes, handle->bytes, sizeof given.bytes);
-        return stage.map(given, address);
+        return stage.map(given, address, nbytes);
     });
 }
 

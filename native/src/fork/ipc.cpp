@@ -10,6 +10,7 @@ namespace {
 
 struct Mapped {
     uint64_t address = 0;
+    uint64_t nbytes = 0;
     uint64_t users = 0;
 };
 
@@ -18,6 +19,18 @@ std::map<std::tuple<Driver *, int32_t, std::string>, Mapped> mappings;
 
 std::tuple<Driver *, int32_t, std::string> key_of(Driver *driver, int32_t device, const IpcHandle &handle) {
     return {driver, device, std::string(handle.bytes, sizeof handle.bytes)};
+}
+
+// The driver says how large it is, not who has passed it.
+Failure open(Driver *driver, const IpcHandle &handle, Mapped *mapped) {
+    if (Failure f = driver->ipc_open(handle, &mapped->address)) return f;
+    uint64_t begin = 0, there = 0;
+    if (Failure f = driver->address_range(mapped->address, &begin, &there)) {
+        driver->ipc_close(mapped->address);
+        return f;
+    }
+    mapped->nbytes = begin + there - mapped->address;
+    return {};
 }
 
 }  // namespace
@@ -31,17 +44,20 @@ Failure ipc_export(Driver *driver, uint64_t address, uint64_t nbytes, IpcHandle 
     return driver->ipc_export(begin, handle);
 }
 
-Failure ipc_map(Driver *driver, int32_t device, const IpcHandle &handle, uint64_t *address) {
+Failure ipc_map(Driver *driver, int32_t device, const IpcHandle &handle, uint64_t *address,
+                uint64_t *nbytes) {
     std::lock_guard<std::mutex> lock(mutex);
-    Mapped &mapped = mappings[key_of(driver, device, handle)];
+    const auto key = key_of(driver, device, handle);
+    Mapped &mapped = mappings[key];
     if (mapped.users == 0) {
-        if (Failure f = driver->ipc_open(handle, &mapped.address)) {
-            mappings.erase(key_of(driver, device, handle));
+        if (Failure f = open(driver, handle, &mapped)) {
+            mappings.erase(key);
             return f;
         }
     }
     mapped.users++;
     *address = mapped.address;
+    *nbytes = mapped.nbytes;
     return {};
 }
 

@@ -79,9 +79,9 @@ Failure Stage::to_device(uint64_t destination, const char *source, uint64_t nbyt
     });
 }
 
-Failure Stage::map(const IpcHandle &handle, uint64_t *address) {
+Failure Stage::map(const IpcHandle &handle, uint64_t *address, uint64_t *nbytes) {
     mapped_.reserve(mapped_.size() + 1);
-    if (Failure f = ipc_map(driver_, device_, handle, address)) return f;
+    if (Failure f = ipc_map(driver_, device_, handle, address, nbytes)) return f;
     mapped_.push_back(handle);
     return {};
 }

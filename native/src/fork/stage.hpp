@@ -45,7 +45,7 @@ public:
 
     // Memory of another process, mapped until the stage ends; and copies out of it: to a slot's memory, there on return, or
     // on the device, begun.
-    Failure map(const IpcHandle &handle, uint64_t *address);
+    Failure map(const IpcHandle &handle, uint64_t *address, uint64_t *nbytes);
     Failure fetch(uint64_t source, char *to, uint64_t nbytes);
     Failure across(uint64_t destination, uint64_t source, uint64_t nbytes);
 

@@ -43,7 +43,7 @@ __all__ = [
     "Options", "RefusedError", "Stats", "Status", "library", "pread",
 ]  # fmt: skip
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 BACKEND_CODES = {name: code for code, name in enumerate(BACKENDS)}
 DEVICE_CPU, DEVICE_CUDA, DEVICE_HIP = 0, 1, 2
 OPTION_TRACE, OPTION_WARM, OPTION_KEEP, DIGEST_BYTES = 1, 2, 4, 16

@@ -125,7 +125,11 @@ _FUNCTIONS: Functions = {
     "tl_chunk_fetch": (i32, (i32, ctypes.POINTER(Chunk), ptr, u64, ptr, ptr, _ERROR), True),
     "tl_staging_create": (i32, (i32, i32, ctypes.POINTER(ptr), _ERROR), True),
     "tl_staging_destroy": (i32, (ptr, _ERROR), True),
-    "tl_staging_map": (i32, (ptr, ctypes.POINTER(_IpcHandle), ctypes.POINTER(u64), _ERROR), True),
+    "tl_staging_map": (
+        i32,
+        (ptr, ctypes.POINTER(_IpcHandle), ctypes.POINTER(u64), ctypes.POINTER(u64), _ERROR),
+        True,
+    ),
     "tl_ipc_export": (
         i32,
         (ctypes.POINTER(_Region), ctypes.POINTER(_IpcHandle), ctypes.POINTER(u64), _ERROR),
@@ -205,14 +209,17 @@ class Staging:
         """For fetch_chunk()."""
         return self._handle.value
 
-    def map(self, handle: bytes) -> int:
-        """Another process's allocation, by its handle of ipc_export(): its address here until close().
+    def map(self, handle: bytes) -> tuple[int, int]:
+        """Another process's allocation, by its handle of ipc_export(): its address until close(), its bytes.
 
         Raises RefusedError where the driver does not give it.
         """
-        given, address = _IpcHandle.from_buffer_copy(handle), u64()
-        ask(_function("tl_staging_map"), self._handle, ctypes.byref(given), ctypes.byref(address))
-        return address.value
+        given, address, nbytes = _IpcHandle.from_buffer_copy(handle), u64(), u64()
+        ask(
+            _function("tl_staging_map"),
+            self._handle, ctypes.byref(given), ctypes.byref(address), ctypes.byref(nbytes),
+        )  # fmt: skip
+        return address.value, nbytes.value
 
     def close(self) -> None:
         """Waits for copies."""

@@ -164,7 +164,7 @@ class ShmConnection(SocketConnection):
                 for number, place in enumerate(table.regions)
                 if len(place.allocation) == IPC_BYTES
             }
-            self._mapped: dict[tuple[bytes, tuple[int, int]], int | None] = {}
+            self._mapped: dict[tuple[bytes, tuple[int, int]], tuple[int, int] | None] = {}
             self._refused = ""
             self._ways = {
                 origin.kind if origin else None for origin in origins if not origin or origin.nbytes
@@ -178,7 +178,7 @@ class ShmConnection(SocketConnection):
     def how(self) -> str:
         """In which ways regions were copied; why not by CUDA IPC where that was tried."""
         ways = set(self._ways)
-        if any(address is not None for address in self._mapped.values()):
+        if any(self._mapped.values()):
             ways = (ways - {None}) | {OriginKind.DEVICE}
         text = " and ".join(way for kind, way in _WAYS.items() if kind in ways)
         return f"{text}, not CUDA IPC: {self._refused}" if self._refused else text
@@ -195,10 +195,13 @@ class ShmConnection(SocketConnection):
                 self._mapped[key] = staging.map(place.allocation)
             except RefusedError as refused:
                 self._mapped[key], self._refused = None, refused.error.text
-        address = self._mapped[key]
-        return (
-            None if address is None else Origin(OriginKind.DEVICE, 0, address + place.address, place.nbytes)
-        )
+        mapped = self._mapped[key]
+        if mapped is None:
+            return None
+        address, nbytes = mapped
+        if place.address + place.nbytes > nbytes:
+            raise ConnectionAbortedError("the seed says that a region is in an allocation that is shorter")
+        return Origin(OriginKind.DEVICE, 0, address + place.address, place.nbytes)
 
     def close(self) -> None:
         """See SocketConnection."""
