@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from support.checkpoints import Written
 from support.device import MIB, NO_DEVICE, assert_right, call
+from support.tensors import crc
 from tensorlift import loading
 from tensorlift.bench.cases import Spec, write_shards
 from tensorlift.forking.client import SeedClient
@@ -68,10 +68,6 @@ def fork_here(url: str, digests: str) -> tuple[str, dict[str, int]]:
     }
     result = fork_into(ours, url, patience=60.0, chunk_bytes=3 << 20, digests=digests)
     return result.transports[url], {name: crc(one) for name, one in ours.items()}
-
-
-def crc(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 @pytest.mark.parametrize("digests", ["full", "off"])

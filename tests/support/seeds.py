@@ -33,7 +33,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 def is_version(found: dict[str, torch.Tensor], version: int) -> bool:
     """Whether all of it is."""
-    return all(torch.equal(found[name], tensor) for name, tensor in weights(version).items())
+    return all(torch.equal(found[name].cpu(), tensor) for name, tensor in weights(version).items())
 
 
 class Process:
@@ -94,9 +94,9 @@ def running(what: str, inside: Callable[[], object] | None = None, **more: Any) 
         made.close()
 
 
-def _seed(version: int, **more: Any) -> None:
+def _seed(version: int, device: str = "cpu", **more: Any) -> None:
     """Says its URL, then: ["update", version, timeout] and ["stats"]."""
-    offered = weights(version)
+    offered = {name: tensor.to(device) for name, tensor in weights(version).items()}
     with instances.seed(offered, key=KEY, weights=str(version), **more) as seed:
         print(json.dumps(seed.url), flush=True)
         for line in sys.stdin:
@@ -108,10 +108,10 @@ def _seed(version: int, **more: Any) -> None:
             print(json.dumps(seed.stats()), flush=True)
 
 
-def _fork(urls: list[str], lease: float, **more: Any) -> None:
+def _fork(urls: list[str], lease: float, device: str = "cpu", **more: Any) -> None:
     """Forks again and again, until it is told to end; says how often, and whether a read was torn."""
     reader._LEASE_SECONDS = lease
-    found = {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
+    found = {name: torch.zeros_like(tensor, device=device) for name, tensor in weights(0).items()}
     counts = {"reads": 0, "refused": 0, "torn": 0, "again": 0}
     asked = False
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 
 import torch
 
 from support.checkpoints import Row
 from tensorlift.format.dtypes import BY_CODE
+
+
+def crc(tensor: torch.Tensor) -> int:
+    """Of a tensor's bytes, on any device."""
+    return zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def raw(tensor: torch.Tensor) -> bytes:
