@@ -178,7 +178,8 @@ class Weights:
                 "these weights were iterated over already; open the checkpoint again for another pass"
             )
         devices.check_kind(self._memory.device)
-        memories.check_no_capture()
+        with devices.driver_of(self._memory.device):
+            memories.check_no_capture()
         begin = time.perf_counter()
         settings, memory = self._settings, self._memory
         limits = budget_of(settings, memory)

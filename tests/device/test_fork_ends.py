@@ -49,7 +49,7 @@ def test_a_seed_ends_half_way(tmp_path: Path, how: str, digests: str) -> None:
         found = empty()
         result = fork_into(found, url, digests=digests, **FORK)
         assert result.transports == {url: "shm (CUDA IPC)"}
-        with pytest.raises(ForkError, match=r"of 8,000,000 bytes could not be had: http://"):
+        with pytest.raises(ForkError, match=r"of 8,006,912 bytes could not be had: http://"):
             forked_until(0.3, lambda: seed.signal(number), url, found, digests=digests)
     with running("seed", **SEED) as seed:
         url, found = seed.said(), empty()

@@ -129,7 +129,8 @@ def test_nothing_but_copies_runs_on_the_seed() -> None:
     """What a fork of host memory has the device do while its owner does nothing."""
     theirs = {f"t{k}": torch.rand(8 * MIB, device="cuda") for k in range(4)}
     ours = like(theirs, "cpu")
-    with Seed(theirs, KEY) as seed, profile(activities=[ProfilerActivity.CUDA]) as seen:
+    cuda = [ProfilerActivity.CUDA]
+    with Seed(theirs, KEY) as seed, profile(activities=cuda, acc_events=True) as seen:
         fork_into(ours, seed.url, patience=60.0)
     work = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert work

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from support.checkpoints import Row, Written
-from support.device import NO_DEVICE, SMALL, assert_right, call
+from support.device import NO_DEVICE, SMALL, assert_right, call, said_by, said_by_load
 from support.tensors import crc
 from tensorlift import loading
-from tensorlift.errors import TensorliftError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
@@ -27,39 +26,30 @@ if not torch.cuda.is_available():
 KEY = ModelKey(model="org/model")
 
 
-def what_load_says(path: str) -> list[str]:
-    """Class and message of the package's error; any other is not caught."""
-    try:
-        loading.load(path, device="cuda")
-    except TensorliftError as error:
-        return [type(error).__name__, str(error)]
-    return ["", ""]
-
-
 def on_a_broken_device(path: str) -> list[list[str]]:
     """Behind an assertion that failed on the device, which ends all that a process can do there."""
     model = {"t0": torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")}
     torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()
-    said = [what_load_says(path)]
-    try:
-        loading.load_into(model, path, names="t0")
-    except TensorliftError as error:
-        said.append([type(error).__name__, str(error)])
-    return said
+    return [
+        said_by(loading.load, path, device="cuda"),
+        said_by(loading.load_into, model, path, names="t0"),
+        said_by(Seed, model, KEY),
+        said_by(fork_into, model, "http://127.0.0.1:9", patience=1.0),
+    ]
 
 
 def test_a_device_on_which_an_assertion_failed(file: Path) -> None:
     for name, message in call(on_a_broken_device, str(file)):
-        assert name == "DeviceError"
-        assert "device-side assert" in message or "CUDA_ERROR_ASSERT" in message
+        assert name == "DriverError"
+        assert "device-side assert" in message
 
 
 def test_no_device_is_to_be_seen(file: Path) -> None:
-    name, message = call(what_load_says, str(file), CUDA_VISIBLE_DEVICES="")
+    name, message = call(said_by_load, str(file), CUDA_VISIBLE_DEVICES="")
     assert name == "DeviceError"
-    assert "cuda" in message.lower()
+    assert message.startswith("device 'cuda': there is no CUDA device (a driver or a GPU is missing)")
 
 
 def in_a_forked_child(path: str) -> list[str]:
@@ -71,7 +61,7 @@ def in_a_forked_child(path: str) -> list[str]:
         child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
-            os.write(there, json.dumps(what_load_says(path)).encode())
+            os.write(there, json.dumps(said_by_load(path)).encode())
         os._exit(0)
     os.close(there)
     os.waitpid(child, 0)
@@ -81,8 +71,8 @@ def in_a_forked_child(path: str) -> list[str]:
 
 def test_a_forked_child(file: Path) -> None:
     name, message = call(in_a_forked_child, str(file))
-    assert name == "DeviceError"
-    assert "fork" in message
+    assert name == "DriverError"
+    assert "in this process: Cannot re-initialize CUDA in forked subprocess" in message
 
 
 def loads_and_offers(path: str) -> list[object]:
@@ -111,7 +101,6 @@ def forks(url: str) -> tuple[str, dict[str, int]]:
     [
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "shm (socket"),
         ("CUDA_LAUNCH_BLOCKING", "1", "shm (CUDA IPC)"),
-        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "shm ("),
     ],
 )
 def test_right_bytes_whatever_allocates(
@@ -124,13 +113,28 @@ def test_right_bytes_whatever_allocates(
     assert held == 0
 
 
+def without_a_cache(path: str) -> list[list[str]]:
+    """Of torch's allocator, which then knows no blocks."""
+    state = loading.load(path, device="cuda")
+    assert {name: crc(one) for name, one in state.items()} == {
+        name: crc(one) for name, one in loading.load(path).items()
+    }
+    return [said_by(Seed, state, KEY)]
+
+
+def test_an_allocator_that_keeps_nothing(file: Path) -> None:
+    ((name, message),) = call(without_a_cache, str(file), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    assert name == "RequestError"
+    assert "lies in no block of torch's allocator" in message
+
+
 def within_a_share(path: str) -> list[str]:
     """Of the device's memory: what does not fit is an error, and leaves nothing."""
     torch.cuda.set_per_process_memory_fraction(1e-4)
-    said = what_load_says(path)
+    said = said_by_load(path)
     assert torch.cuda.memory_allocated() == 0
     torch.cuda.set_per_process_memory_fraction(1.0)
-    assert what_load_says(path) == ["", ""]
+    assert said_by_load(path) == ["", ""]
     return said
 
 

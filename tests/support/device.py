@@ -15,6 +15,8 @@ import torch
 
 from support.checkpoints import Row
 from support.tensors import raw
+from tensorlift import loading
+from tensorlift.errors import TensorliftError
 
 KIB, MIB = 1 << 10, 1 << 20
 # Small slots and arenas: many copies, and blocks that are used again, also for small files.
@@ -42,6 +44,20 @@ def pools_of(tensors: Iterable[torch.Tensor]) -> set[tuple[int, ...]]:
         for segment in segments
         if segment["address"] <= tensor.data_ptr() < segment["address"] + segment["total_size"]
     }
+
+
+def said_by(call: Callable[..., Any], *arguments: Any, **more: Any) -> list[str]:
+    """Class and message of the package's error, empty where there is none; any other is not caught."""
+    try:
+        call(*arguments, **more)
+    except TensorliftError as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+
+def said_by_load(path: str) -> list[str]:
+    """Of a load to the device: here, for call() where there is none."""
+    return said_by(loading.load, path, device="cuda")
 
 
 def call(function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlift.errors import DeviceError
+from tensorlift.errors import DeviceError, DriverError
 from tensorlift.tensors.devices import check_kind, parse_device
+from tensorlift.tensors.memory import for_device
 
 
 @pytest.fixture
@@ -37,6 +38,20 @@ def test_cuda_has_an_index(device: Any, index: int) -> None:
 def test_an_index_that_is_not_there(device: Any) -> None:
     with pytest.raises(DeviceError, match=r"no device of index [27]; there are 2, from 0 to 1"):
         parse_device(device)
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_one_that_is_there_and_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise RuntimeError("CUDA error: device-side assert triggered\nFor debugging consider")
+
+    monkeypatch.setattr(torch.cuda, "current_device", fail)
+    with pytest.raises(DriverError, match=r"^cuda cannot .*: device-side assert triggered; .*'spawn'"):
+        parse_device("cuda")
+    # As it is when a load begins, too.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
+    with pytest.raises(DriverError, match=r"^cuda:1 cannot be used in this process: CUDA error: "):
+        for_device("cuda:1")
 
 
 @pytest.mark.parametrize(

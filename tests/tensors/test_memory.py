@@ -7,7 +7,6 @@ import ctypes
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,16 +55,20 @@ class Stage:
         self.made: list[weakref.ref[torch.Tensor]] = []
         self.fails = 0
         self.emptied = 0
-        self.released: list[tuple[int, object]] = []
+        self.users: dict[int, int] = {}
 
-    @contextlib.contextmanager
-    def use_mem_pool(self, pool: object, device: torch.device) -> Iterator[None]:
-        assert device == torch.device("cuda", 0)
+    def begin(self, index: int, pool: int) -> None:
+        assert index == 0
+        # As torch: a pool that nobody has any more cannot be begun again.
+        assert self.users.get(pool) != 0
+        self.users[pool] = self.users.get(pool, 0) + 1
         self.active.append(pool)
-        try:
-            yield
-        finally:
-            self.active.pop()
+
+    def end(self, index: int, pool: int) -> None:
+        assert self.active.pop() == pool
+
+    def release(self, index: int, pool: int) -> None:
+        self.users[pool] -= 1
 
     def empty(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         assert device == torch.device("cuda", 0)
@@ -89,10 +92,6 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage = Stage()
     stage.real_empty = torch.empty  # type: ignore[attr-defined]
 
-    class Pool:
-        def __init__(self) -> None:
-            self.id = object()
-
     nothing = contextlib.nullcontext
     stream = type("Stream", (), {"cuda_stream": 77})()
     pretended: dict[str, Any] = {
@@ -100,8 +99,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
         "device": lambda index: nothing(),
         "synchronize": lambda: None,
         "get_allocator_backend": lambda: "native",
-        "MemPool": Pool,
-        "use_mem_pool": stage.use_mem_pool,
+        "graph_pool_handle": lambda: len(stage.users),
         "empty_cache": stage.empty_cache,
         "current_stream": lambda device: stream,
         "stream": lambda stream: nothing(),
@@ -114,8 +112,13 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     }
     for name, value in pretended.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: stage.released.append(of), raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+    for name, call in (
+        ("_cuda_beginAllocateCurrentThreadToPool", stage.begin),
+        ("_cuda_endAllocateToPool", stage.end),
+        ("_cuda_releasePool", stage.release),
+        ("_cuda_getCurrentRawStream", lambda index: 77),
+    ):
+        monkeypatch.setattr(torch._C, name, call, raising=False)
     monkeypatch.setattr(memory.torch, "empty", stage.empty)
     monkeypatch.setattr(
         scripts, "empties", lambda sizes, device: [stage.empty(n, torch.uint8, device) for n in sizes]
@@ -238,16 +241,14 @@ def test_blocks_one_by_one_where_a_script_fails(stage: Stage, monkeypatch: pytes
         memory.CudaMemory(0).allocate([8, 8])
 
 
-def test_a_pool_is_released_and_never_ends(stage: Stage) -> None:
-    # The end of a MemPool inside another one's use_mem_pool would be that of the process.
-    cuda = memory.CudaMemory(0)
-    released(cuda.allocate([8]))
-    pool = weakref.ref(cuda._pool)
-    number = cuda._pool.id
-    del cuda
+def test_a_pool_lasts_from_use_to_use_and_is_let_go_of(stage: Stage) -> None:
+    cuda, other = memory.CudaMemory(0), memory.CudaMemory(0)
+    for one in (cuda, cuda, other):
+        released(one.allocate([8]))
+    assert stage.users == {0: 1, 1: 1}
+    del cuda, one
     gc.collect()
-    assert pool() is not None
-    assert stage.released.count((0, number)) == 1
+    assert stage.users == {0: 0, 1: 1}
 
 
 def test_without_an_allocation_there_is_no_pool(stage: Stage) -> None:

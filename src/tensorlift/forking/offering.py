@@ -27,6 +27,7 @@ from tensorlift.forking.regions import Blocks, Placed, Regions, regions_by_block
 from tensorlift.format.quoting import quote
 from tensorlift.plan.extents import Extents
 from tensorlift.tensors.destinations import beyond_storage
+from tensorlift.tensors.devices import driver_of
 from tensorlift.tensors.memory import pci_address
 
 __all__ = [
@@ -157,7 +158,8 @@ def settle(tensors: Iterable[Named]) -> None:
     """Waits for what is under way on their devices: the library's copies know no stream of torch's."""
     for device in dict.fromkeys(named.tensor.device for named in tensors):
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            with driver_of(device):
+                torch.cuda.synchronize(device)
 
 
 def places(tensors: Iterable[Named]) -> list[tuple[int, int, int]]:
@@ -179,7 +181,10 @@ def _regions(tensors: Sequence[Named], device: torch.device) -> Regions:
     placed = _placed(tensors)
     if device.type == "cpu":
         return regions_by_storage(placed)
-    snapshot = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    if torch.cuda.get_allocator_backend() != "native":  # others tell of no blocks
+        return regions_by_storage(placed)
+    with driver_of(device):
+        snapshot = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     return regions_by_block(placed, blocks_of(snapshot, _index(device)))
 
 

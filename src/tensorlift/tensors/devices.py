@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
-from tensorlift.errors import DeviceError
+from tensorlift.errors import DeviceError, DriverError
 
-__all__ = ["check_kind", "parse_device"]
+__all__ = ["check_kind", "driver_of", "parse_device"]
 
 _SUPPORTED = 'supported are "cpu" and "cuda" (CUDA or ROCm), with or without an index'
 
@@ -29,11 +32,28 @@ def check_kind(device: object) -> torch.device:
     return parsed
 
 
+@contextlib.contextmanager
+def driver_of(device: object) -> Iterator[None]:
+    """What torch's own calls say of a driver that fails comes as DriverError.
+
+    As after an assertion that failed on the device, which ends all that a process can do there, or in the
+    child of a fork, where CUDA does not work.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DriverError(
+            f"{device} cannot be used in this process: {said}; where a kernel failed before, or the process "
+            "is the fork of one that had the device, a new process can (multiprocessing: 'spawn')"
+        ) from error
+
+
 def parse_device(device: object) -> torch.device:
     """The device, with an index if it is CUDA: "cuda" means the current one.
 
-    Raises DeviceError where it is not supported or not there. No context is made for a device that is not
-    there.
+    Raises DeviceError where it is not supported or not there, DriverError where it does not work. No context
+    is made for a device that is not there.
     """
     parsed = check_kind(device)
     if parsed.type == "cpu":
@@ -48,7 +68,8 @@ def parse_device(device: object) -> torch.device:
         raise DeviceError(
             f"device {device!r}: there is no CUDA device ({why}); run `tensorlift doctor`{then}"
         )
-    index = torch.cuda.current_device() if parsed.index is None else parsed.index
+    with driver_of(parsed):
+        index = torch.cuda.current_device() if parsed.index is None else parsed.index
     if index >= count:
         raise DeviceError(
             f"device {device!r}: no device of index {index}; there are {count}, from 0 to {count - 1}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from tensorlift.engine import abi, machine
 from tensorlift.errors import OutOfMemoryError, RequestError
 from tensorlift.tensors import scripts
-from tensorlift.tensors.devices import parse_device
+from tensorlift.tensors.devices import driver_of, parse_device
 
 __all__ = [
     "Arena",
@@ -134,12 +134,41 @@ class HostMemory:
         return None
 
 
+class _Pool:
+    """A pool of torch's allocator, by its number, as torch's own graphs have theirs.
+
+    What is free in it when this ends, or will be, goes with the next torch.cuda.empty_cache(). No MemPool: at
+    its end it empties its cache at once, and inside anybody's use_mem_pool, or while a graph is captured,
+    torch (2.11) ends the process then ("captures_underway.empty()").
+    """
+
+    def __init__(self, index: int) -> None:
+        self.id, self._index = torch.cuda.graph_pool_handle(), index
+        # Begun once more than it is released, so that it lasts from one use to the next.
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.id)
+        torch._C._cuda_endAllocateToPool(index, self.id)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter is ending
+            torch._C._cuda_releasePool(self._index, self.id)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """This thread's blocks come from it."""
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, self.id)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(self._index, self.id)
+            torch._C._cuda_releasePool(self._index, self.id)
+
+
 class CudaMemory:
     """torch's CUDA or ROCm memory: blocks of a private pool, so that the caller's allocator is left as it
     was.
 
-    The pool is active only inside allocate(). Where torch has no pools, the plain allocator is taken, with a
-    notice.
+    The pool is active only inside allocate(). Where torch's allocator has no pools, it is taken as it
+    is, with a notice.
     """
 
     def __init__(self, index: int, *, private: bool = True) -> None:
@@ -149,26 +178,14 @@ class CudaMemory:
         self.native_kind, self.native_index = abi.DEVICE_HIP if hip else abi.DEVICE_CUDA, index
         self.dlpack_device = (_DL_ROCM if hip else _DL_CUDA, index)
         self.pci_address = pci_address(index)
-        self._pool: torch.cuda.MemPool | None = None
+        self._pool: _Pool | None = None
         with torch.cuda.device(index):
             # The engine needs the primary context of this device; torch makes it at the first synchronise.
             torch.cuda.synchronize()
         backend = torch.cuda.get_allocator_backend()
-        self._private = private and backend == "native" and hasattr(torch.cuda, "MemPool")
+        self._private = private and backend == "native"
         if private and not self._private:
             _log.warning("no private memory pool (allocator %s): tensors come from torch's own", backend)
-
-    def __del__(self) -> None:
-        """Lets go of the pool: what is free in it, or will be, goes with the next torch.cuda.empty_cache().
-
-        Not by the end of the MemPool, which empties its cache at once: inside anybody's use_mem_pool, or
-        while a graph is captured, torch (2.11) ends the process then ("captures_underway.empty()").
-        """
-        pool = getattr(self, "_pool", None)
-        if pool is not None:
-            abi.keep_for_ever(pool)
-            with contextlib.suppress(Exception):  # the interpreter is ending
-                torch._C._cuda_releasePool(self.native_index, pool.id)
 
     def allocate(self, sizes: Sequence[int]) -> list[Arena]:
         """See Memory."""
@@ -210,9 +227,8 @@ class CudaMemory:
         if not self._private:
             return self._empty(sizes)
         if self._pool is None:
-            with torch.cuda.device(self.device):
-                self._pool = torch.cuda.MemPool()
-        return self._in_another_thread(sizes)
+            self._pool = _Pool(self.native_index)
+        return self._in_another_thread(self._pool, sizes)
 
     def _empty(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         with torch.inference_mode(False):
@@ -223,7 +239,7 @@ class CudaMemory:
                     pass
             return [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in sizes]
 
-    def _in_another_thread(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def _in_another_thread(self, pool: _Pool, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Out of the pool, wherever the caller is.
 
         Inside somebody else's use_mem_pool an inner one gets nothing (pytorch #161193), and pools are chosen
@@ -231,15 +247,14 @@ class CudaMemory:
         snapshot of torch's (2.11) damages Python's memory, for it drops a reference to the pool's number that
         it does not have, and only smaller numbers never end.
         """
-        pool, stream = self._pool, torch.cuda.current_stream(self.device)
-        assert pool is not None
+        stream = torch.cuda.current_stream(self.device)
         made: list[list[torch.Tensor]] = []
         failed: list[BaseException] = []
 
         def work() -> None:
             try:
                 # Blocks return in the order of the stream that was current when they were made: the caller's.
-                with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool, device=self.device):
+                with torch.cuda.stream(stream), pool.in_use():
                     made.append(self._empty(sizes))
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 failed.append(error)
@@ -261,15 +276,16 @@ def for_device(device: object, *, private: bool = True) -> Memory:
     """The memory of a device: a str, an index or a torch.device; "cuda" means the current one.
 
     ``private``: apart from what the caller's own allocations come from. Raises DeviceError for a device that
-    is not there or not supported (no file or driver is touched for that), RequestError while a graph is
-    captured.
+    is not there or not supported (no file or driver is touched for that), DriverError for one that does not
+    work, RequestError while a graph is captured.
     """
     parsed = parse_device(device)
     if parsed.type == "cpu":
         return HostMemory()
     assert parsed.index is not None
-    check_no_capture()
-    return CudaMemory(parsed.index, private=private)
+    with driver_of(parsed):
+        check_no_capture()
+        return CudaMemory(parsed.index, private=private)
 
 
 def check_no_capture() -> None:
