@@ -90,6 +90,16 @@ def keep_apart() -> None:
         libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
 
 
+def one_arena() -> None:
+    """Has all threads share one arena of malloc's.
+
+    Each new thread takes any of eight arenas a CPU, in which pieces that are free keep whole pages: resident
+    bytes would go up by as much as there are CPUs for thousands of loads, whatever is freed.
+    """
+    arena_max = -8  # M_ARENA_MAX
+    ctypes.CDLL(None).mallopt(arena_max, 1)
+
+
 class _Malloc(ctypes.Structure):
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
@@ -200,6 +210,7 @@ def main(argv: list[str] | None = None) -> int:
         be_child(asked.child[0], Path(asked.child[1]), asked.device)
         return 0
     keep_apart()
+    one_arena()
     lines: list[Line] = []
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         bench = Bench(Path(folder), asked.device)

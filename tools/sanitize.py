@@ -37,6 +37,8 @@ WHOLE = (
 NOT_FOR = {
     "thread": (
         "--ignore-glob=tests/faults/test_ranks*",
+        "--ignore=tests/faults/test_hosts.py",
+        "--ignore=tests/device_standin/test_ranks.py",
         "--ignore=tests/faults/test_machines.py",
         # It has no threads in the child of a process that had some ("dup thread with used id").
         "--deselect=tests/faults/test_lifetimes.py::test_forks_after_loads_and_amid_loads_of_threads",

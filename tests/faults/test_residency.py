@@ -62,7 +62,8 @@ def test_bytes_by_path_agree_with_mincore(path: Path, backend: str, cached: Any)
     cold = page_cache.missing_bytes(path, 0, path.stat().st_size)
     answer = child.call(read, str(path), backend)
     readers = answer["stats"]["readers"]
-    assert readers.get("PREAD_BUFFERED", 0) == SIZE - answer["missing"]
+    # A page or two of the cache may go between the look and the read, where memory is short.
+    assert readers.get("PREAD_BUFFERED", 0) == pytest.approx(SIZE - answer["missing"], abs=4 * 4096)
     assert sum(readers.values()) == SIZE
     # One page of slack for each piece that does not begin at a page, and what reading the header reads ahead.
     assert answer["disk"] <= 1.02 * cold + 256 * 1024
