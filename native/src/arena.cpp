@@ -108,8 +108,8 @@ Failure arena_host(uint64_t nbytes, tl_arena **arena, uint64_t *address) {
     void *memory = !made ? nullptr : small ? heap_memory(nbytes) : map_memory(round_up(nbytes, kPage));
     if (!memory) {
         delete made;
-        return os_failure(TL_ERR_MEMORY, ENOMEM,
-                          "cannot have " + std::to_string(nbytes) + " bytes of host memory");
+        const std::string what = "cannot have " + std::to_string(nbytes) + " bytes of host memory";
+        return os_failure(TL_ERR_MEMORY, ENOMEM, what.c_str());
     }
     made->memory = memory;
     made->nbytes = nbytes;

@@ -5,7 +5,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <string>
+#include <string_view>
 
 #include "tensorlift.h"
 
@@ -53,14 +55,39 @@ inline Failure failure(tl_status status, std::string message) {
     return f;
 }
 
-inline Failure os_failure(tl_status status, int os_errno, const std::string &what) {
-    Failure f = failure(status, what + ": " + std::strerror(os_errno));
+// Takes the place of a text that there is no memory for. So short that it needs none.
+inline constexpr const char *kNoMemory = "no host memory";
+
+// Gives a failure the text that make() returns.
+template <class Make>
+void explain(Failure *failure, Make make) {
+    try {
+        failure->message = make();
+    } catch (const std::bad_alloc &) {
+        failure->message = kNoMemory;
+    }
+}
+
+// Keeps the first of several failures.
+inline void keep_first(Failure *first, const Failure &failure) {
+    if (*first) return;
+    try {
+        *first = failure;
+    } catch (const std::bad_alloc &) {  // the text comes last
+        first->message = kNoMemory;
+    }
+}
+
+inline Failure os_failure(tl_status status, int os_errno, const char *what) {
+    Failure f;
+    f.status = status;
     f.os_errno = os_errno;
+    explain(&f, [&] { return std::string(what) + ": " + std::strerror(os_errno); });
     return f;
 }
 
 // Copies a text into a fixed field of the C interface, cut at a whole UTF-8 character.
-inline void copy_text(char *field, size_t size, const std::string &text) {
+inline void copy_text(char *field, size_t size, std::string_view text) {
     size_t n = text.size() < size ? text.size() : size - 1;
     if (n < text.size()) {
         while (n > 0 && (static_cast<unsigned char>(text[n]) & 0xC0) == 0x80) n--;

@@ -1,6 +1,7 @@
 #include "copier.hpp"
 
 #include "mutants.hpp"
+#include "starting.hpp"
 
 #include <algorithm>
 
@@ -13,17 +14,14 @@ Copier::~Copier() {
 Failure Copier::start() {
     if (Failure f = driver_->stream_create(&stream_)) return f;
     if (Failure f = driver_->event_create(&fence_)) return f;
+    events_.reserve(slots_);  // an event that is made has its place
     for (uint64_t i = 0; i < slots_; i++) {
         Event event = nullptr;
         if (Failure f = driver_->event_create(&event)) return f;
         events_.push_back(event);
     }
-    try {
-        thread_ = std::thread([this] { wait_for_copies(); });
-    } catch (const std::system_error &error) {
-        return os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread");
-    }
-    return {};
+    const int code = start_thread([this] { thread_ = std::thread([this] { wait_for_copies(); }); });
+    return code == 0 ? Failure{} : os_failure(TL_ERR_MEMORY, code, "cannot start a thread");
 }
 
 Failure Copier::wait_for_consumer(Stream consumer, uint64_t *fence) {
@@ -107,9 +105,7 @@ void Copier::wait_for_copies() {
 
 Failure Copier::stop() {
     Failure first;
-    auto keep = [&first](Failure f) {
-        if (!first) first = std::move(f);
-    };
+    const auto keep = [&first](const Failure &f) { keep_first(&first, f); };
     // The stream first: it also holds copies whose event could not be recorded.
     if (stream_ && kDrain) keep(driver_->stream_synchronize(stream_));
     {

@@ -10,6 +10,8 @@
 #include <cerrno>
 #include <cstdlib>
 
+#include "descriptor.hpp"
+
 namespace tl {
 namespace {
 
@@ -50,11 +52,11 @@ bool no_descriptors(int os_errno) {
 Failure File::open_plain() {
     if (plain_fd >= 0) return {};
     // Not blocking on a pipe that has taken the file's place.
-    const int fd = open_again(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) return open_failed(errno);
+    Descriptor fd(open_again(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+    if (fd.get() < 0) return open_failed(errno);
     struct stat status;
     Failure f;
-    if (fstat(fd, &status) != 0) {
+    if (fstat(fd.get(), &status) != 0) {
         f = os_failure(TL_ERR_OPEN, errno, "cannot ask about");
     } else if (!S_ISREG(status.st_mode)) {
         f = failure(TL_ERR_REPLACED, "is not a regular file any more");
@@ -71,10 +73,9 @@ Failure File::open_plain() {
     }
     if (f) {
         f.file = index;
-        ::close(fd);
         return f;
     }
-    plain_fd = fd;
+    plain_fd = fd.take();
     return {};
 }
 

@@ -22,6 +22,15 @@ inline tl_status report(const Failure &f, tl_error *error) {
     return f.status;
 }
 
+// Of an exception, whose text may be longer than there is memory for.
+inline tl_status report(tl_status status, const char *message, tl_error *error) {
+    Failure f;
+    f.status = status;
+    report(f, error);
+    if (error) copy_text(error->message, sizeof error->message, message);
+    return status;
+}
+
 // Runs a function that returns a Failure; no exception leaves it.
 template <class Function>
 tl_status guarded(tl_error *error, Function function) {
@@ -29,9 +38,9 @@ tl_status guarded(tl_error *error, Function function) {
     try {
         return report(function(), error);
     } catch (const std::bad_alloc &) {
-        return report(failure(TL_ERR_MEMORY, "no host memory"), error);
+        return report(TL_ERR_MEMORY, kNoMemory, error);
     } catch (const std::exception &e) {
-        return report(failure(TL_ERR_INTERNAL, e.what()), error);
+        return report(TL_ERR_INTERNAL, e.what(), error);
     }
 }
 

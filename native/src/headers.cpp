@@ -10,11 +10,11 @@
 #include <cstring>
 #include <mutex>
 #include <string>
-#include <system_error>
 #include <thread>
 
+#include "descriptor.hpp"
 #include "header.hpp"
-#include "signals.hpp"
+#include "starting.hpp"
 
 namespace tl {
 namespace {
@@ -22,16 +22,6 @@ namespace {
 // Bytes of the first read: the whole header of a usual shard (a few hundred tensors take 30 to 60 kB).
 constexpr size_t kFirstRead = 64 << 10;
 constexpr uint64_t kLongestHeader = 100'000'000;
-
-// A file that closes with its scope.
-struct Opened {
-    // O_NONBLOCK: opening a named pipe that took the file's place must not wait for a writer.
-    explicit Opened(const char *path) : fd(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {}
-    ~Opened() {
-        if (fd >= 0) close(fd);
-    }
-    const int fd;
-};
 
 bool read_whole(int fd, char *to, size_t nbytes) {
     while (nbytes > 0) {
@@ -45,17 +35,18 @@ bool read_whole(int fd, char *to, size_t nbytes) {
 
 // False where anything is not as it has to be.
 bool read_text(const char *path, tl_header *header) {
-    const Opened file(path);
+    // O_NONBLOCK: opening a named pipe that took the file's place must not wait for a writer.
+    const Descriptor file(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
     struct stat about;
-    if (file.fd < 0 || fstat(file.fd, &about) != 0 || !S_ISREG(about.st_mode)) return false;
+    if (file.get() < 0 || fstat(file.get(), &about) != 0 || !S_ISREG(about.st_mode)) return false;
     header->file_bytes = static_cast<uint64_t>(about.st_size);
     header->device = about.st_dev;
     header->inode = about.st_ino;
     // No readahead: what it brings of a cold file the engine would read again, directly.
-    posix_fadvise(file.fd, 0, 0, POSIX_FADV_RANDOM);
+    posix_fadvise(file.get(), 0, 0, POSIX_FADV_RANDOM);
     // Plain read() on purpose: it works where a sandbox forbids the calls that take an offset.
     header->memory.reset(new char[kFirstRead]);
-    const ssize_t got = read(file.fd, header->memory.get(), kFirstRead);
+    const ssize_t got = read(file.get(), header->memory.get(), kFirstRead);
     if (got <= static_cast<ssize_t>(kHeaderLength) || header->memory[kHeaderLength] != '{') return false;
     uint64_t length = 0;  // little endian
     for (size_t i = kHeaderLength; i-- > 0;) {
@@ -65,7 +56,7 @@ bool read_text(const char *path, tl_header *header) {
     char *text = header->memory.get() + kHeaderLength;
     if (length > static_cast<uint64_t>(got) - kHeaderLength) {
         std::unique_ptr<char[]> larger(new char[length]);
-        if (lseek(file.fd, kHeaderLength, SEEK_SET) < 0 || !read_whole(file.fd, larger.get(), length))
+        if (lseek(file.get(), kHeaderLength, SEEK_SET) < 0 || !read_whole(file.get(), larger.get(), length))
             return false;
         header->memory = std::move(larger);
         text = header->memory.get();
@@ -107,13 +98,8 @@ struct tl_headers {
     // Fewer where no more can be had; without any, wait() reads.
     void start(size_t threads, size_t ahead) {
         ahead_ = std::max<size_t>(ahead, 1);
-        const tl::SignalsBlocked blocked;
-        try {
-            threads_.reserve(threads);
-            while (threads_.size() < std::min(threads, files_.size()))
-                threads_.emplace_back([this] { work(); });
-        } catch (const std::exception &) {
-        }
+        const auto start = [this] { threads_.emplace_back([this] { work(); }); };
+        while (threads_.size() < std::min(threads, files_.size()) && tl::start_thread(start) == 0) continue;
     }
 
     bool wait(size_t at, uint32_t milliseconds) {

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <string>
 
+#include "descriptor.hpp"
+
 namespace tl {
 namespace {
 
@@ -125,7 +127,8 @@ std::optional<bool> Residency::alike(Method method, int fd, uint64_t begin, uint
 
 double Residency::share(const char *path) {
     constexpr uint64_t kStretches = 16, kStretch = 1 << 20;
-    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    const Descriptor opened(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+    const int fd = opened.get();
     if (fd < 0) return -1;
     struct stat status;
     double found = -1;
@@ -144,7 +147,6 @@ double Residency::share(const char *path) {
         if (method == Method::kMemory) found = 1;
         if (asked > 0) found = static_cast<double>(cached) / static_cast<double>(asked);
     }
-    close(fd);
     return found;
 }
 

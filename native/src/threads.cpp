@@ -1,9 +1,8 @@
 // The engine's own threads: when they start, and how each begins.
 #include <algorithm>
-#include <system_error>
 
 #include "engine.hpp"
-#include "signals.hpp"
+#include "starting.hpp"
 
 namespace tl {
 
@@ -11,8 +10,12 @@ namespace tl {
 Failure Engine::start_copier() {
     std::lock_guard<std::mutex> lock(copier_mutex_);
     if (copier_runs_ || stopping()) return {};
-    SignalsBlocked blocked;
-    Failure f = copier_->start();
+    Failure f;
+    try {
+        f = copier_->start();
+    } catch (const std::bad_alloc &) {
+        f = failure(TL_ERR_MEMORY, kNoMemory);
+    }
     if (f) {
         failed(f);  // for good: what was made of it is given back by close()
     } else {
@@ -24,20 +27,17 @@ Failure Engine::start_copier() {
 // Under mutex_. One thread a chunk at most: small loads stay small.
 void Engine::start_threads(size_t chunks) {
     const size_t wanted = std::min<size_t>(options_.threads, std::max(threads_.size(), chunks));
-    SignalsBlocked blocked;
     while (threads_.size() < wanted) {
-        try {
-            threads_.emplace_back([this] { work(); });
-        } catch (const std::system_error &error) {
-            const Failure f = os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread");
-            if (threads_.empty()) {
-                failure_ = f;
-                stopping_.store(true, std::memory_order_release);
-            } else if (notes_.empty()) {
-                notes_ = f.message;
-            }
-            return;
+        const int code = start_thread([this] { threads_.emplace_back([this] { work(); }); });
+        if (code == 0) continue;
+        Failure f = os_failure(TL_ERR_MEMORY, code, "cannot start a thread");
+        if (threads_.empty()) {
+            failure_ = std::move(f);
+            stopping_.store(true, std::memory_order_release);
+        } else if (notes_.empty()) {
+            notes_ = std::move(f.message);
         }
+        return;
     }
 }
 
@@ -45,7 +45,7 @@ void Engine::enter_thread() {
     sigset_t all;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, nullptr);
-    stay_near();
+    guarded([this] { stay_near(); });
     if (device_) {
         if (Failure f = driver_->bind(options_.device_index, nullptr)) failed(f);
     }

@@ -3,11 +3,10 @@
 #include <sys/socket.h>
 
 #include <chrono>
-#include <system_error>
 
 #include "digest.hpp"
 #include "fork/blocks.hpp"
-#include "signals.hpp"
+#include "starting.hpp"
 
 namespace tl {
 namespace {
@@ -45,22 +44,16 @@ Sender::~Sender() {
 Failure Sender::serve(int fd) {
     std::lock_guard<std::mutex> lock(mutex_);
     collect();
-    try {
-        Connection &made = connections_.emplace_back(fd);
-        const SignalsBlocked blocked;
-        try {
-            made.thread = std::thread([this, &made] { work(made); });
-        } catch (const std::exception &) {
-            connections_.pop_back();
-            throw;
-        }
-    } catch (const std::system_error &error) {
+    std::list<Connection> made;
+    const int code = start_thread([&] {
+        Connection &one = made.emplace_back(fd);
+        one.thread = std::thread([this, &one] { work(one); });
+    });
+    if (code != 0) {
         close(fd);
-        return os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread");
-    } catch (const std::bad_alloc &) {
-        close(fd);
-        throw;
+        return os_failure(TL_ERR_MEMORY, code, "cannot start a thread");
     }
+    connections_.splice(connections_.end(), made);
     return {};
 }
 

@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <exception>
-#include <system_error>
 #include <thread>
 #include <vector>
+
+#include "starting.hpp"
 
 namespace tl {
 namespace {
@@ -118,12 +119,11 @@ public:
             workers_.push_back(std::move(worker));
         }
         threads_.reserve(workers_.size());  // what fails below leaves no thread without an owner
-        try {
-            for (auto &worker : workers_) threads_.emplace_back([&worker] { worker->run(); });
-        } catch (const std::system_error &error) {
-            if (threads_.empty()) {
-                return os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread");
-            }
+        for (auto &worker : workers_) {
+            const int code = start_thread([&] { threads_.emplace_back([&worker] { worker->run(); }); });
+            if (code == 0) continue;
+            if (threads_.empty()) return os_failure(TL_ERR_MEMORY, code, "cannot start a thread");
+            break;
         }
         return {};
     }

@@ -1,6 +1,8 @@
 #include "readers/threaded.hpp"
 
-#include <system_error>
+#include <exception>
+
+#include "starting.hpp"
 
 namespace tl {
 
@@ -29,12 +31,9 @@ uint32_t ThreadedReader::threads() const {
 void ThreadedReader::start_another() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (threads_.size() >= most_threads() || idle_.load() > 0 || sink_->stopping()) return;
-    try {
-        threads_.emplace_back([this] { work(); });
-    } catch (const std::system_error &error) {
-        if (threads_.empty()) {
-            sink_->failed(os_failure(TL_ERR_MEMORY, error.code().value(), "cannot start a thread"));
-        }
+    const int code = start_thread([this] { threads_.emplace_back([this] { work(); }); });
+    if (code != 0 && threads_.empty()) {
+        sink_->failed(os_failure(TL_ERR_MEMORY, code, "cannot start a thread"));
     }
 }
 
@@ -47,7 +46,11 @@ void ThreadedReader::work() {
         const bool there = queue_.pop(&request, true);
         idle_--;
         if (!there) return;
-        read(request, &bounce);
+        try {
+            read(request, &bounce);
+        } catch (const std::exception &error) {  // there is no memory
+            sink_->failed(failure(TL_ERR_MEMORY, error.what()));
+        }
         // All may have been pushed before the first read showed that reads wait.
         if (queue_.size() > 0) start_another();
     }

@@ -56,10 +56,14 @@ public:
         int handle = 0;
         Context context = nullptr;
         if (Failure f = check(get_(&handle, device), "cuDeviceGet")) return f;
+        const auto at = static_cast<size_t>(device);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            if (devices_.size() <= at) devices_.resize(at + 1);  // before there is what it keeps
+        }
         if (Failure f = check(retain_(&context, handle), "cuDevicePrimaryCtxRetain")) return f;
         std::lock_guard<std::mutex> lock(mutex_);
-        if (devices_.size() <= static_cast<size_t>(device)) devices_.resize(static_cast<size_t>(device) + 1);
-        devices_[static_cast<size_t>(device)] = {handle, context};
+        devices_[at] = {handle, context};
         return {};
     }
 
@@ -154,11 +158,8 @@ private:
     Failure check(int code, const char *call) {
         if (code == 0) return {};
         const char *name = nullptr;
-        if (error_name_(code, &name) != 0 || !name) name = "unknown error";
-        Failure f = failure(TL_ERR_DRIVER,
-                            std::string(call) + " answered " + name + " (" + std::to_string(code) + ")");
-        f.driver_code = code;
-        return f;
+        if (error_name_(code, &name) != 0) name = nullptr;
+        return driver_failure(call, code, name);
     }
 
     Library library_;

@@ -6,6 +6,7 @@
 
 #include <cerrno>
 
+#include "descriptor.hpp"
 #include "file.hpp"
 #include "shim/library.hpp"
 
@@ -19,7 +20,7 @@ struct Status {
 };
 
 // CUfileDescr_t
-struct Descriptor {
+struct FileDescription {
     int type;
     union {
         int fd;
@@ -109,10 +110,10 @@ public:
     }
 
     std::string open(int fd, void **handle) {
-        Descriptor descriptor{};
-        descriptor.type = kOpaqueFd;
-        descriptor.fd = fd;
-        const Status status = register_(handle, &descriptor);
+        FileDescription description{};
+        description.type = kOpaqueFd;
+        description.fd = fd;
+        const Status status = register_(handle, &description);
         return status.err == 0 ? std::string() : answered("cuFileHandleRegister", status);
     }
 
@@ -129,7 +130,7 @@ private:
     std::mutex mutex_;
     bool driver_is_open_ = false;
     Status (*driver_open_)() = nullptr;
-    Status (*register_)(void **, Descriptor *) = nullptr;
+    Status (*register_)(void **, FileDescription *) = nullptr;
     void (*deregister_)(void *) = nullptr;
     ssize_t (*read_)(void *, void *, size_t, off_t, off_t) = nullptr;
 };
@@ -157,20 +158,17 @@ bool nvidia_fs_loaded() {
 }
 
 std::string CufileHandle::open(int fd, int *shortage) {
-    const int own = fcntl(fd, F_DUPFD_CLOEXEC, kFirstDescriptor);
-    if (own < 0) {
+    Descriptor own(fcntl(fd, F_DUPFD_CLOEXEC, kFirstDescriptor));
+    if (own.get() < 0) {
         if (no_descriptors(errno)) *shortage = errno;
         return std::strerror(errno);
     }
     void *handle = nullptr;
-    std::string why = cufile()->open(own, &handle);
-    if (!why.empty()) {
-        ::close(own);
-        return why;
-    }
+    std::string why = cufile()->open(own.get(), &handle);
+    if (!why.empty()) return why;
     close();
     handle_ = handle;
-    fd_ = own;
+    fd_ = own.take();
     return {};
 }
 

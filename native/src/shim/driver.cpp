@@ -16,6 +16,17 @@ Driver *driver_for(int32_t device_kind, Failure *why) {
     }
 }
 
+Failure driver_failure(const char *call, int code, const char *name) {
+    Failure f;
+    f.status = TL_ERR_DRIVER;
+    f.driver_code = code;
+    explain(&f, [&] {
+        return std::string(call) + " answered " + (name ? name : "unknown error") + " (" +
+               std::to_string(code) + ")";
+    });
+    return f;
+}
+
 uint64_t within_allocation(Driver *driver, uint64_t address, uint64_t nbytes) {
     uint64_t begin = 0, there = 0;
     if (driver->address_range(address, &begin, &there) || begin > address || address - begin >= there) {

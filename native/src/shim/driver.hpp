@@ -59,6 +59,9 @@ public:
 // and allocate.
 uint64_t within_allocation(Driver *driver, uint64_t address, uint64_t nbytes);
 
+// Of a call of a driver that answered with a code; name: the driver's for it, may be null.
+Failure driver_failure(const char *call, int code, const char *name);
+
 // The driver of a kind, opened once for the process; null with the reason in *why.
 Driver *driver_for(int32_t device_kind, Failure *why);
 

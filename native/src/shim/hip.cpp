@@ -126,12 +126,7 @@ public:
 private:
     Failure check(int code, const char *call) {
         if (code == 0) return {};
-        const char *name = error_name_(code);
-        Failure f =
-            failure(TL_ERR_DRIVER, std::string(call) + " answered " + (name ? name : "unknown error") + " (" +
-                                       std::to_string(code) + ")");
-        f.driver_code = code;
-        return f;
+        return driver_failure(call, code, error_name_(code));
     }
 
     Library library_;
