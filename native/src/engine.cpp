@@ -96,6 +96,9 @@ Failure Engine::submit(const tl_piece *pieces, uint64_t count, Stream consumer, 
     std::lock_guard<std::mutex> lock(mutex_);
     if (failure_) return failure_;
     auto fresh = builder.finish(pieces_submitted_);
+    // All memory that the plan takes, before anything of it is there: without it nothing was submitted.
+    size_t end = slots_.size();
+    slots_.resize(end + fresh.size());
     pieces_submitted_ += count;
     *ticket = pieces_submitted_;
     size_t chunks = 0;
@@ -104,7 +107,7 @@ Failure Engine::submit(const tl_piece *pieces, uint64_t count, Stream consumer, 
         slot->fence = fence;
         chunks += slot->chunks.size();
         for (const Chunk &chunk : slot->chunks) files_[static_cast<size_t>(chunk.file)]->outstanding++;
-        slots_.push_back(std::move(slot));
+        slots_[end++] = std::move(slot);
     }
     // Pieces of no bytes at the end are complete with what is before them.
     if (slots_.empty() || landed_slots_ == slots_submitted_) {
@@ -302,8 +305,8 @@ Failure Engine::stream_wait(Stream consumer) {
 
 void Engine::failed(const Failure &failure) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!failure_) failure_ = failure;
-    if (failure.status == TL_ERR_DRIVER && !driver_failure_) driver_failure_ = failure;
+    keep_first(&failure_, failure);
+    if (failure.status == TL_ERR_DRIVER) keep_first(&driver_failure_, failure);
     stopping_.store(true, std::memory_order_release);
     work_cv_.notify_all();
     done_cv_.notify_all();
@@ -311,7 +314,7 @@ void Engine::failed(const Failure &failure) {
 }
 
 void Engine::cancel() {
-    failed(failure(TL_ERR_CANCELLED, "the load was cancelled"));
+    failed(failure(TL_ERR_CANCELLED, "cancelled"));  // a text that needs no memory: it has to be possible
 }
 
 Failure Engine::close() {
@@ -333,11 +336,10 @@ Failure Engine::close() {
     Failure first;
     if (driver_ && retained_) {
         Bound bound(driver_, options_.device_index, true);
-        first = bound.failure();
+        keep_first(&first, bound.failure());
         files_.clear();  // libcufile's handles, before the context that they were made in
         if (copier_) {
-            Failure f = copier_->stop();
-            if (!first) first = f;
+            keep_first(&first, copier_->stop());
         }
         if (ring_) end_ring(!first);
         driver_->release(options_.device_index);

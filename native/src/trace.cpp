@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 
 namespace tl {
 namespace {
@@ -18,7 +19,11 @@ void Trace::end(uint64_t begin_ns, tl_stage stage, int file, uint64_t offset, ui
     const tl_trace_event event{begin_ns, now_ns(), offset, nbytes,
                                file,     thread,   stage,  static_cast<uint32_t>(path)};
     std::lock_guard<std::mutex> lock(mutex_);
-    if (events_.size() < kMostEvents) events_.push_back(event);
+    if (events_.size() >= kMostEvents) return;
+    try {
+        events_.push_back(event);
+    } catch (const std::bad_alloc &) {
+    }
 }
 
 uint64_t Trace::read(uint64_t first, tl_trace_event *events, uint64_t capacity) const {

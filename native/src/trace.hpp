@@ -19,7 +19,7 @@ public:
     uint64_t begin() const {
         return on_ ? now_ns() : 0;
     }
-    // Keeps what began at begin_ns and ends now, on this thread.
+    // Keeps what began at begin_ns and ends now, on this thread; not without memory for it, since nothing depends on it.
     void end(uint64_t begin_ns, tl_stage stage, int file, uint64_t offset, uint64_t nbytes, int path = 0);
 
     // Copies events from the one numbered first on; how many there are in all.
