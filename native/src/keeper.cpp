@@ -83,30 +83,32 @@ void keep_ring(std::unique_ptr<Ring> ring) {
 
 void set_ring_aside(std::unique_ptr<Ring> ring) {
     const auto [driver, device] = ring->device();
-    // Without its context nothing is pinned any more, and giving it back waits for nothing.
-    if (ring->pinned_bytes() == 0 || driver->retain(device)) return ring->release();
     Keeper &k = keeper();
     std::lock_guard<std::mutex> lock(k.mutex);
+    k.aside.reserve(k.aside.size() + 1);
+    // Without its context nothing is pinned any more, and giving it back waits for nothing.
+    if (ring->pinned_bytes() == 0 || driver->retain(device)) return ring->release();
     k.aside.push_back(std::move(ring));
 }
 
 uint64_t release_rings() {
-    std::map<Device, std::unique_ptr<Ring>> gone;
-    std::vector<std::unique_ptr<Ring>> rings;
+    std::map<Device, std::unique_ptr<Ring>> rings;
+    std::vector<std::unique_ptr<Ring>> aside;
     {
         Keeper &k = keeper();
         std::lock_guard<std::mutex> lock(k.mutex);
-        k.rings.swap(gone);
-        k.aside.swap(rings);
+        k.rings.swap(rings);
+        k.aside.swap(aside);
         k.releases++;
     }
-    for (auto &[device, ring] : gone) rings.push_back(std::move(ring));
     uint64_t nbytes = 0;
-    for (std::unique_ptr<Ring> &ring : rings) {
-        if (!ring) continue;
+    const auto give_back = [&nbytes](std::unique_ptr<Ring> &ring) {
+        if (!ring) return;
         nbytes += ring->pinned_bytes();
         let_go(std::move(ring));
-    }
+    };
+    for (auto &[device, ring] : rings) give_back(ring);
+    for (std::unique_ptr<Ring> &ring : aside) give_back(ring);
     return nbytes;
 }
 

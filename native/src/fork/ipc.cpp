@@ -1,8 +1,9 @@
 #include "fork/ipc.hpp"
 
+#include <array>
+#include <cstring>
 #include <map>
 #include <mutex>
-#include <string>
 #include <tuple>
 
 namespace tl {
@@ -14,11 +15,16 @@ struct Mapped {
     uint64_t users = 0;
 };
 
-std::mutex mutex;
-std::map<std::tuple<Driver *, int32_t, std::string>, Mapped> mappings;
+// Of a key that needs no memory: what is mapped has to be found when it is given back.
+using Key = std::tuple<Driver *, int32_t, std::array<char, sizeof(IpcHandle)>>;
 
-std::tuple<Driver *, int32_t, std::string> key_of(Driver *driver, int32_t device, const IpcHandle &handle) {
-    return {driver, device, std::string(handle.bytes, sizeof handle.bytes)};
+std::mutex mutex;
+std::map<Key, Mapped> mappings;
+
+Key key_of(Driver *driver, int32_t device, const IpcHandle &handle) {
+    Key key{driver, device, {}};
+    std::memcpy(std::get<2>(key).data(), handle.bytes, sizeof handle.bytes);
+    return key;
 }
 
 // The driver says how large it is, not who has passed it.

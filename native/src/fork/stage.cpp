@@ -12,13 +12,14 @@ Stage::Stage(Driver *driver, int32_t device)
 std::unique_ptr<Stage> Stage::make(int32_t device_kind, int32_t device, Failure *why) {
     Driver *driver = driver_for(device_kind, why);
     if (!driver) return nullptr;
-    if ((*why = driver->retain(device))) return nullptr;
     std::unique_ptr<Stage> made(new Stage(driver, device));
     *why = made->begin();
     return *why ? nullptr : std::move(made);
 }
 
 Failure Stage::begin() {
+    if (Failure f = driver_->retain(device_)) return f;
+    retained_ = true;
     const Bound bound(driver_, device_);
     if (bound.failure()) return bound.failure();
     if (Failure f = driver_->stream_create(&stream_)) return f;
@@ -29,6 +30,7 @@ Failure Stage::begin() {
 }
 
 Stage::~Stage() {
+    if (!retained_) return;
     {
         const Bound bound(driver_, device_, true);
         if (stream_) {

@@ -57,6 +57,7 @@ private:
 
     Driver *driver_;
     const int32_t device_;
+    bool retained_ = false;
     Ring ring_;
     Stream stream_ = nullptr;
     Event events_[kSlots] = {};
