@@ -15,6 +15,17 @@ bool digests_built();
 
 Digest digest_of(const void *bytes, uint64_t nbytes);
 
+// The digest of bytes that come in parts. Takes no memory but its own.
+class DigestStream {
+public:
+    DigestStream();
+    void add(const void *bytes, uint64_t nbytes);
+    Digest digest() const;
+
+private:
+    alignas(64) unsigned char state_[576];  // XXH3_state_t
+};
+
 // One a file, each compiled for its instruction set.
 Digest digest_plain(const void *bytes, uint64_t nbytes);
 Digest digest_avx2(const void *bytes, uint64_t nbytes);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstring>
-#include <vector>
 
 #include "digest.hpp"
 
@@ -18,17 +17,19 @@ public:
     // The digest of the block; zeros where none is wanted.
     Digest add(const void *bytes, uint64_t nbytes) {
         if (!wanted_) return {};
-        return found_.emplace_back(digest_of(bytes, nbytes));
+        const Digest found = digest_of(bytes, nbytes);
+        whole_.add(found.bytes, sizeof found.bytes);
+        return found;
     }
     void digest(uint8_t *digest) const {
         if (!wanted_) return;
-        const Digest whole = digest_of(found_.data(), found_.size() * sizeof(Digest));
+        const Digest whole = whole_.digest();
         std::memcpy(digest, whole.bytes, sizeof whole.bytes);
     }
 
 private:
     bool wanted_;
-    std::vector<Digest> found_;
+    DigestStream whole_;
 };
 
 }  // namespace tl

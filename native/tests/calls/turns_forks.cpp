@@ -163,6 +163,17 @@ TEST(a_connection_without_memory) {
     }
     REQUIRE_EQ(tl_sender_destroy(sender, nullptr), TL_OK);
 }
+// It has no way to say that there is none.
+TEST(a_digest_takes_no_memory) {
+    std::uint32_t index = 0;
+    while (calls_name(index) && std::strcmp(calls_name(index), "operator new") != 0) ++index;
+    const Bytes content = random_bytes(5 << 20, 9);
+    std::uint8_t digest[16];
+    calls_reset();
+    tl_tensor_digest(content.data(), content.size(), digest);
+    REQUIRE(calls_name(index));
+    REQUIRE_EQ(calls_count(index), 0u);
+}
 TEST(between_devices) {
     disturb("devices, over a socket", -1, false, TL_DEVICE_CUDA);
 }
