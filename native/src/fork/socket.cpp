@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 
 namespace tl {
 namespace {
@@ -84,7 +85,8 @@ Failure Socket::ready(short events, bool forever, uint64_t done, uint64_t wanted
             return lost(ETIMEDOUT, "the other side does nothing", done, wanted);
         }
         pollfd entry{fd_, events, 0};
-        const int left = forever ? -1 : static_cast<int>(std::max<uint64_t>((end - now) / 1000000, 1));
+        const int left =
+            forever ? -1 : static_cast<int>(std::clamp<uint64_t>((end - now) / 1000000, 1, INT_MAX));
         const int found = poll(&entry, 1, left);
         if (found > 0) return {};
         if (found < 0 && errno != EINTR) return lost(errno, "cannot wait", done, wanted);
