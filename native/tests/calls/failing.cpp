@@ -77,7 +77,8 @@ void fail_each_turn(const char *what, const Work &work) {
     for (std::uint32_t call = 0; calls_name(call); ++call) {
         std::vector<std::int32_t> codes;
         for (std::uint32_t k = 0; const std::int32_t code = calls_code(call, k); ++k) codes.push_back(code);
-        for (std::uint64_t turn = 1, reached = 1; reached >= turn; ++turn) {
+        // Until a turn that was not reached. A run ends with the call that fails where that is an error.
+        for (std::uint64_t turn = 1, reached = 0; reached + 1 >= turn; ++turn) {
             for (std::size_t k = 0; k < codes.size(); ++k) {
                 if (!plans_asked() && k != turn % codes.size()) continue;
                 const std::string name = std::string(what) + ": " + calls_name(call) + ", call " +

@@ -28,6 +28,7 @@ enum Number {
     kMadvise,
     kMincore,
     kAlignedAlloc,
+    kNew,
     kProcessRead,
     kMemfd,
     kPoll,

@@ -41,6 +41,7 @@ public:
         options_.threads = 2;
         options_.io_depth = 4;
         options_.pinned_bytes = 2 * options_.slot_bytes;
+        options_.flags = TL_OPTION_TRACE;
         options_.cpus[0] = 1;  // so that threads are kept there
         if (kind != TL_DEVICE_CPU) driver_ = &standin(kind);
         path_ = folder_.file("data");

@@ -15,11 +15,11 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdarg>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <system_error>
 #include <thread>
-#include <vector>
 
 #ifdef TL_HAVE_URING
 #include <liburing.h>
@@ -59,17 +59,18 @@ ssize_t moving(Number number, std::size_t nbytes, Move move) {
 
 // The first bytes of some buffers.
 struct Buffers {
-    Buffers(const iovec *from, std::size_t count) : all(from, from + count) {
-        for (const iovec &one : all) nbytes += one.iov_len;
+    Buffers(const iovec *from, std::size_t count) : count(std::min(count, std::size(all))) {
+        std::copy_n(from, this->count, all);
+        for (std::size_t k = 0; k < this->count; ++k) nbytes += all[k].iov_len;
     }
     void cut(std::size_t left) {
-        for (iovec &one : all) {
-            one.iov_len = std::min(one.iov_len, left);
-            left -= one.iov_len;
+        for (std::size_t k = 0; k < count; ++k) {
+            all[k].iov_len = std::min(all[k].iov_len, left);
+            left -= all[k].iov_len;
         }
     }
-    std::vector<iovec> all;
-    std::size_t nbytes = 0;
+    iovec all[1024];  // as many as the kernel takes; a vector's memory would be refused as the library's is
+    std::size_t count, nbytes = 0;
 };
 
 // What is to stand in place of the result of a read: bytes, or the negative errno.
@@ -148,7 +149,7 @@ ssize_t __wrap_preadv(int fd, const iovec *buffers, int count, off_t offset) {
     Buffers some(buffers, static_cast<size_t>(count));
     return moving(kPreadv, some.nbytes, [&](size_t now) {
         some.cut(now);
-        return __real_preadv(fd, some.all.data(), count, offset);
+        return __real_preadv(fd, some.all, count, offset);
     });
 }
 
@@ -208,7 +209,7 @@ void *__wrap_aligned_alloc(size_t alignment, size_t nbytes) {
 // operator new.
 void *__real__Znwm(size_t nbytes);
 void *__wrap__Znwm(size_t nbytes) {
-    if (no_memory && !has_memory) throw std::bad_alloc();
+    if ((no_memory && !has_memory) || enter(kNew) != 0) throw std::bad_alloc();
     return __real__Znwm(nbytes);
 }
 
@@ -219,7 +220,7 @@ ssize_t __wrap_process_vm_readv(pid_t process, const iovec *here, unsigned long 
     Buffers some(here, count);
     return moving(kProcessRead, some.nbytes, [&](size_t now) {
         some.cut(now);
-        return __real_process_vm_readv(process, some.all.data(), count, there, sources, flags);
+        return __real_process_vm_readv(process, some.all, count, there, sources, flags);
     });
 }
 
