@@ -15,6 +15,7 @@ from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.host import host_id
 from tensorlift.forking.manifest import LONGEST_NAME, ModelKey, is_sendable, rank_problem
 from tensorlift.forking.urls import split_url
+from tensorlift.format.bounds import Count
 from tensorlift.format.quoting import quote
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "MOST_CANDIDATES",
     "MOST_WITHOUT",
     "PLACE_VARIABLE",
+    "RECENT",
     "SENT_SECONDS",
     "WAIT_SECONDS",
     "Announcement",
@@ -51,6 +53,8 @@ LEASE_SECONDS = 15.0
 """How long a seed is known that says nothing more."""
 PLACE_VARIABLE = "TENSORLIFT_PLACE"
 
+RECENT = 50
+"""Forks that are shown when they have ended."""
 SENT_SECONDS = 10.0
 """How long a fork counts that was sent to a seed and has not come."""
 
@@ -60,7 +64,6 @@ _LONGEST_PLACE = 200
 
 State = Literal["waiting", "reading", "done", "failed"]
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 _Url = Annotated[str, msgspec.Meta(max_length=200)]
 _Urls = Annotated[tuple[_Url, ...], msgspec.Meta(max_length=MOST_CANDIDATES)]
@@ -81,11 +84,11 @@ class Near(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """What a seed does now."""
 
-    readers: _Count = 0
-    sent_bytes: _Count = 0
+    readers: Count = 0
+    sent_bytes: Count = 0
     rate: _Real = 0.0
     """Bytes a second, since it said so last."""
-    leases: _Count = 0
+    leases: Count = 0
     """That it has given so far: of the forks that were sent to it, so many more have come."""
 
 
@@ -108,8 +111,8 @@ class ForkReport(msgspec.Struct, frozen=True, kw_only=True):
     key: ModelKey
     state: State
     near: Near = Near()
-    done_bytes: _Count = 0
-    total_bytes: _Count = 0
+    done_bytes: Count = 0
+    total_bytes: Count = 0
     seconds: _Real = 0.0
     seeds: _Urls = ()
     reason: _Text = ""

@@ -28,6 +28,7 @@ from tensorlift.errors import RequestError, SeedError
 from tensorlift.fleet.choosing import Seen, chosen
 from tensorlift.fleet.contract import (
     LEASE_SECONDS,
+    RECENT,
     SENT_SECONDS,
     Announcement,
     ForkReport,
@@ -49,7 +50,6 @@ _SECONDS = 5.0
 _LEASE, _SENT = int(LEASE_SECONDS * 1000), int(SENT_SECONDS * 1000)
 # The set of a key outlives its seeds, which may come again.
 _SET = 10 * _LEASE
-_RECENT = 50
 _NOBODY = "0.0.0.0"
 _P = "tensorlift:"
 _T = TypeVar("_T")
@@ -198,7 +198,7 @@ class RedisRegistry:
                 many.delete(_P + "fork:" + fork.fork)
                 many.hincrby(_P + "ended", msgspec.json.encode((fork.key, fork.state)), 1)
                 many.lpush(_P + "recent", msgspec.json.encode(fork))
-                many.ltrim(_P + "recent", 0, _RECENT - 1)
+                many.ltrim(_P + "recent", 0, RECENT - 1)
             else:
                 many.set(_P + "fork:" + fork.fork, msgspec.json.encode(fork), px=_LEASE)
             many.execute()
@@ -211,7 +211,7 @@ class RedisRegistry:
                 base.mget(names) if (names := list(base.scan_iter(f"{_P}{kind}:*", 1000))) else []
                 for kind in ("seed", "fork")
             )
-            ended, recent = base.hgetall(_P + "ended"), base.lrange(_P + "recent", 0, _RECENT - 1)
+            ended, recent = base.hgetall(_P + "ended"), base.lrange(_P + "recent", 0, RECENT - 1)
         counted = {
             found: _number(times)
             for raw, times in ended.items()

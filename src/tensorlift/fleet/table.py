@@ -19,6 +19,7 @@ from tensorlift.errors import RequestError, SeedError
 from tensorlift.fleet.choosing import Seen, chosen
 from tensorlift.fleet.contract import (
     LEASE_SECONDS,
+    RECENT,
     SENT_SECONDS,
     Announcement,
     ForkReport,
@@ -36,7 +37,6 @@ from tensorlift.forking.manifest import ModelKey
 __all__ = ["Table"]
 
 _MOST_SEEDS = _MOST_FORKS = 20_000
-_RECENT = 50
 
 
 class _Known(msgspec.Struct):
@@ -63,7 +63,7 @@ class Table:
         self._seeds = {seed.instance: _Known(seed, end) for seed in store.seeds()}
         self._forks: dict[str, tuple[ForkReport, float]] = {}
         self._ended = collections.Counter(store.ended())
-        self._recent: collections.deque[tuple[ForkReport, str]] = collections.deque(maxlen=_RECENT)
+        self._recent: collections.deque[tuple[ForkReport, str]] = collections.deque(maxlen=RECENT)
 
     def announce(self, seed: Announcement) -> float:
         """See Registry. RequestError for what is none."""

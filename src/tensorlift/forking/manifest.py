@@ -21,7 +21,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from tensorlift.errors import ManifestError
-from tensorlift.format.bounds import MOST_PARTS, is_too_much
+from tensorlift.format.bounds import LARGEST, MOST_PARTS, Count, is_too_much
 from tensorlift.format.quoting import clean, plural, quote
 
 __all__ = [
@@ -68,10 +68,9 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Bytes of an element, by dtype as torch calls it without its "torch."."""
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Text = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
-_Sizes = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
-_Share = tuple[_Count, Annotated[int, msgspec.Meta(ge=1, le=2**31)]]
+_Sizes = Annotated[tuple[Count, ...], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
+_Share = tuple[Count, Annotated[int, msgspec.Meta(ge=1, le=2**31)]]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 Kind = Literal["parameter", "buffer", "derived"]
 
@@ -106,7 +105,7 @@ def rank_problem(key: ModelKey) -> str | None:
 class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Memory in one piece that a seed lets others read."""
 
-    nbytes: _Count
+    nbytes: Count
     device: _Text = "cpu"
 
 
@@ -118,7 +117,7 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shape: _Sizes
     stride: _Sizes
     region: Annotated[int, msgspec.Meta(ge=NOWHERE, le=2**31)]
-    offset: _Count
+    offset: Count
     kind: Kind = "parameter"
     alias: _Text | None = None
     """An earlier tensor that is the same one under another name."""
@@ -140,7 +139,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     instance: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
     """Made when a seed begins: an address can come back as another process."""
-    epoch: _Count
+    epoch: Count
     weights: _Text = ""
     """The version of the weights, as the seed's owner counts them."""
     key: ModelKey
@@ -248,7 +247,7 @@ def _check(manifest: Manifest, where: str) -> None:
     if problem := rank_problem(manifest.key):
         raise refuse(problem)
     sizes = [region.nbytes for region in manifest.regions]
-    if sum(sizes) > 2**63 - 1:
+    if sum(sizes) > LARGEST:
         raise refuse(f"its regions have {sum(sizes):,} bytes")
     known: dict[str, Tensor] = {}
     for tensor in manifest.tensors:

@@ -31,6 +31,7 @@ from tensorlift.tensors.devices import driver_of
 from tensorlift.tensors.memory import pci_address
 
 __all__ = [
+    "CACHES",
     "Named",
     "Offering",
     "blocks_of",
@@ -42,8 +43,8 @@ __all__ = [
     "settle",
 ]
 
-# Attributes of modules with what was computed for requests, not weights: an engine's KV cache, above all.
-_CACHES = re.compile(r"cache", re.IGNORECASE)
+CACHES = re.compile(r"cache", re.IGNORECASE)
+"""Names of attributes with what was computed for requests, not weights: an engine's KV cache, above all."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -102,7 +103,7 @@ def named_tensors(model: object) -> list[Named]:
 def _derived(model: torch.nn.Module) -> Iterator[Named]:
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and not _CACHES.search(attribute):
+            if isinstance(value, torch.Tensor) and not CACHES.search(attribute):
                 yield Named(f"{path}.{attribute}" if path else attribute, value, "derived")
 
 

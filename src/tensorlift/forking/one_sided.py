@@ -20,7 +20,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -38,7 +37,9 @@ from tensorlift.forking.nixl import PACKAGES as NIXL_PACKAGES
 from tensorlift.forking.nixl import Nixl
 from tensorlift.forking.registering import Registration
 from tensorlift.forking.sender import Sender
+from tensorlift.forking.tables import receive_table, send_table
 from tensorlift.forking.tcp import TcpServer, connected
+from tensorlift.format.bounds import Count
 
 __all__ = ["OneSidedConnection", "OneSidedServer", "check_there"]
 
@@ -46,16 +47,13 @@ _MAKERS: Mapping[str, Callable[[Wiring, str], Fabric]] = {"mooncake": Mooncake, 
 _PACKAGES: Mapping[str, Packages] = {"mooncake": MOONCAKE_PACKAGES, "nixl": NIXL_PACKAGES}
 
 _PAGE_BYTES = mmap.PAGESIZE
-_WANTED, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
-# Some hundred thousand regions, and the metadata of as many.
-_LONGEST_TABLE = 64 << 20
+_WANTED = struct.Struct("<I")
 # A fork asks again: the seed's threads for handshakes are few.
 _WAIT_SECONDS = 2.0
 # Sent nowhere: the kernel only says by which of its addresses it would be.
 _ELSEWHERE = ("192.0.2.1", 9)
 
 _Room = npt.NDArray[np.uint8]
-_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Table(msgspec.Struct, frozen=True):
@@ -63,7 +61,7 @@ class _Table(msgspec.Struct, frozen=True):
 
     session: str
     how: str
-    places: tuple[tuple[_Number, _Number, _Number, _Number] | None, ...]
+    places: tuple[tuple[Count, Count, Count, Count] | None, ...]
     """As Memory has them; of those that are not known yet none."""
     problem: str = ""
 
@@ -118,8 +116,7 @@ class OneSidedServer(TcpServer):
         table = _Table(
             self._shared.fabric.session(), self._shared.fabric.how, tuple(places), self.registration.problem
         )
-        said = msgspec.json.encode(table)
-        peer.sendall(_LENGTH.pack(len(said)) + said)
+        send_table(peer, table)
 
 
 class OneSidedConnection(SocketConnection):
@@ -301,13 +298,7 @@ def _memory(room: _Room) -> Memory:
 def _learn(peer: socket.socket, region: int) -> _Table:
     """What the seed's engine knows once it knows that region, or has been waited for long enough."""
     peer.sendall(_WANTED.pack(region))
-    (length,) = _LENGTH.unpack(receive(peer, _LENGTH.size))
-    if length > _LONGEST_TABLE:
-        raise ConnectionAbortedError(f"the seed says {length:,} bytes about its memory, which no seed does")
-    try:
-        return msgspec.json.decode(receive(peer, length), type=_Table)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise ConnectionAbortedError("what the seed says about its memory is no table of it") from None
+    return receive_table(peer, _Table)
 
 
 def _address(host: str) -> str:

@@ -15,7 +15,7 @@ import socket
 import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,7 +37,7 @@ from tensorlift.forking.sglang_protocol_answer import PATHS
 from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.urls import split_url
 from tensorlift.forking.ways import ways_of
-from tensorlift.format.bounds import MOST_PARTS, is_too_much
+from tensorlift.format.bounds import MOST_PARTS, Count, is_too_much
 from tensorlift.format.quoting import plural, quote, some_of
 from tensorlift.options import parse_seconds
 from tensorlift.progress import Report, SourceReport, by_source
@@ -50,13 +50,11 @@ _ROOM_BYTES = 16 << 20
 _LONGEST_ANSWER = 200_000_000
 _SHOWN = 4
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
 
 class _Answer(msgspec.Struct):
     """What a server says of a rank."""
 
-    remote_instance_transfer_engine_info: tuple[str, dict[str, tuple[_Count, _Count, _Count]]]
+    remote_instance_transfer_engine_info: tuple[str, dict[str, tuple[Count, Count, Count]]]
 
 
 class _Wanted(NamedTuple):

@@ -36,20 +36,19 @@ from tensorlift.engine.abi_fork import (
 )
 from tensorlift.engine.abi_types import RefusedError
 from tensorlift.forking.connection import NotHereError, SocketConnection
-from tensorlift.forking.handshake import introduce, receive
+from tensorlift.forking.handshake import introduce
 from tensorlift.forking.host import host_id
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Offer
 from tensorlift.forking.sender import Sender
 from tensorlift.forking.shared_memory import shared_at
+from tensorlift.forking.tables import receive_table, send_table
+from tensorlift.forking.tcp import MOST_HANDSHAKES
+from tensorlift.format.bounds import Count
 
 __all__ = ["ShmConnection", "ShmServer"]
 
-_MOST_HANDSHAKES = 32
 _ADDRESS = re.compile("([0-9a-f]{32}):([0-9a-f]{32})")
-_LENGTH = struct.Struct("<Q")
-# Of what a seed says of its regions: some hundred thousand of them.
-_LONGEST_TABLE = 64 << 20
 # All go in one message, of which the kernel takes 253. A seed has one for a checkpoint.
 _MOST_FILES = 64
 _CREDENTIALS = struct.Struct("3i")
@@ -64,16 +63,14 @@ _WAYS = {
     None: "socket",
 }
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
     """Where a region lies: in a file of those that come along, at an address of the seed, or on a device."""
 
     file: Annotated[int, msgspec.Meta(ge=_ON_A_DEVICE, lt=_MOST_FILES)]
-    address: _Number
+    address: Count
     """In a file or an allocation of a device, from its first byte."""
-    nbytes: _Number
+    nbytes: Count
     allocation: Annotated[bytes, msgspec.Meta(max_length=IPC_BYTES)] = b""
     """Its handle, where the device's driver gives one."""
 
@@ -93,7 +90,7 @@ class ShmServer:
         self._sender = sender
         name = secrets.token_hex(16)
         self._address = f"{host_id()}:{name}"
-        self._listener = Listener(_socket_name(name), 0, self._shake, _MOST_HANDSHAKES)
+        self._listener = Listener(_socket_name(name), 0, self._shake, MOST_HANDSHAKES)
         try:
             self._listener.start()
         except BaseException:
@@ -126,8 +123,7 @@ class ShmServer:
             else:
                 number = files.setdefault(file.descriptor, len(files))
                 places.append(_Place(number, address - file.address, nbytes))
-        table = msgspec.json.encode(_Table(len(files), tuple(places)))
-        peer.sendall(_LENGTH.pack(len(table)) + table)
+        send_table(peer, _Table(len(files), tuple(places)))
         socket.send_fds(peer, [b"F"], list(files))
 
 
@@ -214,15 +210,7 @@ class ShmConnection(SocketConnection):
             shared_release(-1, file.address, file.nbytes)
 
     def _receive(self, peer: socket.socket) -> _Table:
-        (length,) = _LENGTH.unpack(receive(peer, _LENGTH.size))
-        if length > _LONGEST_TABLE:
-            raise ConnectionAbortedError(
-                f"the seed says {length:,} bytes about its memory, which no seed does"
-            )
-        try:
-            table = msgspec.json.decode(receive(peer, length), type=_Table)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            raise ConnectionAbortedError("what the seed says about its memory is no table of it") from None
+        table = receive_table(peer, _Table)
         _, files, _, _ = socket.recv_fds(peer, 1, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
         try:
             if len(files) != table.files:

@@ -14,9 +14,10 @@ from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Offer
 from tensorlift.forking.sender import Sender
 
-__all__ = ["TcpConnection", "TcpServer", "connected"]
+__all__ = ["MOST_HANDSHAKES", "TcpConnection", "TcpServer", "connected"]
 
-_MOST_HANDSHAKES = 32
+MOST_HANDSHAKES = 32
+"""At once, each on a thread of the seed's."""
 # After which the kernel asks whether the other host is still there; twice that and there is nobody.
 _SILENT_SECONDS = 60
 
@@ -29,7 +30,7 @@ class TcpServer:
     def __init__(self, sender: Sender, host: str) -> None:
         """Begins. Raises OSError where it cannot listen there."""
         self._sender = sender
-        self._listener = Listener(host, 0, self._shake, _MOST_HANDSHAKES)
+        self._listener = Listener(host, 0, self._shake, MOST_HANDSHAKES)
         try:
             self._listener.start()
         except BaseException:

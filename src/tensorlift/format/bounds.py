@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Annotated
 
-__all__ = ["LARGEST", "MOST_PARTS", "is_too_much", "product"]
+import msgspec
+
+__all__ = ["LARGEST", "MOST_PARTS", "Count", "is_too_much", "product"]
 
 LARGEST = 2**63 - 1
 """Of int64: what file offsets, torch's extents and columns of numbers can hold."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+"""Such a number in JSON."""
 MOST_PARTS = 8_000_000
 """Lists, objects and keys of them: what a million tensors take, and at most some 1.2 GB once decoded."""
 

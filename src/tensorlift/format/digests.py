@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorlift.errors import DigestError
-from tensorlift.format.bounds import LARGEST, MOST_PARTS, is_too_much, product
+from tensorlift.format.bounds import LARGEST, MOST_PARTS, Count, is_too_much, product
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.dtypes import ALL, BY_CODE
 from tensorlift.format.quoting import clean, plural, quote
@@ -52,7 +52,6 @@ _FORMAT, _VERSION = "tensorlift.digests", 1
 _SHOWN = 20
 
 Digests = npt.NDArray[np.uint8]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 
 
@@ -60,7 +59,7 @@ class FileRecord(msgspec.Struct, gc=False, frozen=True):
     """One file: its name below the checkpoint's folder, and all its bytes."""
 
     name: str
-    nbytes: _Count
+    nbytes: Count
 
 
 class TensorRecord(msgspec.Struct, gc=False, frozen=True):
@@ -69,8 +68,8 @@ class TensorRecord(msgspec.Struct, gc=False, frozen=True):
     name: str
     file: str
     dtype: str
-    shape: tuple[_Count, ...]
-    nbytes: _Count
+    shape: tuple[Count, ...]
+    nbytes: Count
     digest: _Hex
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from tensorlift.errors import ForkError, RequestError
-from tensorlift.forking.offering import named_tensors, offer
+from tensorlift.forking.offering import CACHES, named_tensors, offer
 from tensorlift.forking.tensor_digests import made_digests
 from tensorlift.format.quoting import plural, quote, some_of
 
@@ -33,8 +33,7 @@ __all__ = ["SCALARS", "State"]
 SCALARS = "tensorlift.scalars"
 """The name of a tensor with the numbers and switches of modules."""
 
-# Named like caches: of requests, or of rotary embeddings, which follow from the configuration.
-_CACHES = re.compile(r"cache", re.IGNORECASE)
+# Caches of rotary embeddings, which follow from the configuration.
 _ROTARY = re.compile(r"(cos|sin)\w*cache$")
 _OWN = frozenset(vars(torch.nn.Module()))
 # Of an engine, yet not of a model: configurations, groups, and what runs requests.
@@ -166,7 +165,7 @@ class State:
         for name in (*module._parameters, *module._buffers, *_attributes(module)):
             value = getattr(module, name, None)
             derived = name in vars(module)
-            if isinstance(value, torch.Tensor) and not (_CACHES if derived else _ROTARY).search(name):
+            if isinstance(value, torch.Tensor) and not (CACHES if derived else _ROTARY).search(name):
                 self._add(_joined(path, name), value, functools.partial(getattr, module, name))
                 self._storages.add(_storage(value))
 
@@ -196,7 +195,7 @@ class State:
         if not isinstance(value, str | bytes | int | float | type(None)):
             self._seen.add(id(value))
         for label, inner, found in self._parts(value):
-            if not _CACHES.search(label):
+            if not CACHES.search(label):
                 self._visit(f"{name}.{label}", inner, found)
         if self._is_engines(value):
             self._owners.setdefault(name, getattr(value, "__dict__", {}))

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from tensorlift.errors import TensorliftError
+from tensorlift.format.header import LONGEST_HEADER
 from tensorlift.sources.finding import find
 
 __all__ = ["checkpoint_of", "is_other"]
 
 _KIND = "checkpoint "
-_LONGEST_HEADER = 100_000_000
 # Headers of two trainings of one model are equal, so their values are looked at, throughout all files.
 _PLACES, _PLACE_BYTES = 1024, 4096
 # Storage that is far away is waited for by many at once.
@@ -51,7 +51,7 @@ def _digest(paths: list[str]) -> str:
             size = os.fstat(file.fileno()).st_size
             made.update(f"{os.path.basename(path)}\0{size}\0".encode("utf-8", "surrogateescape"))
             length = int.from_bytes(file.read(8), "little")
-            made.update(file.read(min(length, _LONGEST_HEADER)))
+            made.update(file.read(min(length, LONGEST_HEADER)))
             steps = max(2, _PLACES * size // max(1, total)) - 1
             offsets = [max(0, size - _PLACE_BYTES) * step // steps for step in range(steps + 1)]
             for piece in pool.map(partial(os.pread, file.fileno(), _PLACE_BYTES), offsets):
