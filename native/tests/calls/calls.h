@@ -27,8 +27,6 @@ uint64_t calls_failed(void);
 void calls_fail(uint32_t index, uint64_t nth, int32_t code);
 /* Each call of any kind fails with the probability of so many in a million, with one of its codes; 0: none. */
 void calls_fail_at_random(uint64_t seed, uint32_t in_a_million);
-/* Whether operator new of the library throws in all threads but the one that says so. */
-void calls_no_memory_elsewhere(int32_t is_so);
 /* The last call that failed by injection, as text. */
 const char *calls_last(void);
 /* Bytes that the library has mapped and not unmapped. */

@@ -137,32 +137,6 @@ TEST(out_of_the_process) {
 TEST(out_of_a_file_of_memory) {
     disturb("a file of memory", TL_ORIGIN_HERE, true);
 }
-// Its end, and that of nothing else.
-TEST(a_connection_without_memory) {
-    const Bytes content = random_bytes(kBytes, 5);
-    const tl_region region{reinterpret_cast<std::uintptr_t>(content.data()), kBytes, TL_DEVICE_CPU, 0};
-    tl_sender *sender = nullptr;
-    REQUIRE_EQ(tl_sender_create(&region, 1, 0, 0, 60000, &sender, nullptr), TL_OK);
-    for (const bool no_memory : {true, false}) {
-        int pair[2];
-        REQUIRE_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
-        REQUIRE_EQ(tl_sender_serve(sender, pair[1], nullptr), TL_OK);
-        Bytes to(kBytes, kCanary);
-        tl_chunk chunk{};
-        chunk.struct_size = sizeof chunk;
-        chunk.nbytes = kBytes;
-        chunk.digest = 1;
-        chunk.milliseconds = 50000;
-        const tl_place place{0, kBytes, reinterpret_cast<std::uintptr_t>(to.data())};
-        calls_no_memory_elsewhere(no_memory);
-        const tl_status status = tl_chunk_fetch(pair[0], &chunk, &place, 1, nullptr, nullptr, nullptr);
-        calls_no_memory_elsewhere(0);
-        close(pair[0]);
-        REQUIRE_EQ(status, no_memory ? TL_ERR_READ : TL_OK);
-        REQUIRE(no_memory || to == content);
-    }
-    REQUIRE_EQ(tl_sender_destroy(sender, nullptr), TL_OK);
-}
 // It has no way to say that there is none.
 TEST(a_digest_takes_no_memory) {
     std::uint32_t index = 0;

@@ -30,8 +30,6 @@ namespace {
 constexpr std::size_t kPage = 4096;
 
 std::atomic<std::int64_t> mapped{0};
-std::atomic<bool> no_memory{false};
-thread_local bool has_memory = false;
 
 // As the kernel: -1 with errno set.
 bool fails(Number number) {
@@ -85,11 +83,6 @@ std::int64_t altered(Number number, std::int64_t result) {
 
 CALLS_API int64_t calls_mapped_bytes(void) {
     return mapped.load();
-}
-
-CALLS_API void calls_no_memory_elsewhere(int32_t is_so) {
-    has_memory = true;
-    no_memory = is_so != 0;
 }
 
 // __real_ is what would have been called (ld's --wrap).
@@ -209,7 +202,7 @@ void *__wrap_aligned_alloc(size_t alignment, size_t nbytes) {
 // operator new.
 void *__real__Znwm(size_t nbytes);
 void *__wrap__Znwm(size_t nbytes) {
-    if ((no_memory && !has_memory) || enter(kNew) != 0) throw std::bad_alloc();
+    if (enter(kNew) != 0) throw std::bad_alloc();
     return __real__Znwm(nbytes);
 }
 
