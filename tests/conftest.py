@@ -1,12 +1,24 @@
-"""Tests that failed end their process whatever they left: Python waits for its threads without an end."""
+"""What all tests may have; and those that failed end their process whatever they left: Python waits for its
+threads without an end.
+"""
 
 import os
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
+from support import leaks
+
 _status = 0
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """For tests that leave nothing."""
+    with leaks.nothing_left():
+        yield
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:

@@ -9,22 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from support.checkpoints import Written, random_checkpoint
+from support.command_line import run
 from tensorlift.bench import race, rates
 from tensorlift.bench.race import SHARES
 from tensorlift.bench.rivals import DEFAULT, RIVALS
 from tensorlift.cli import bench
-from tensorlift.cli.main import app
 
 # Each sample imports torch in a process of its own.
 pytestmark = pytest.mark.timeout(600)
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app, [str(a) for a in arguments])
-    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,10 @@ import stat
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from support.checkpoints import random_checkpoint
+from support.command_line import run
 from support.digests import digests_of
-from tensorlift.cli.main import app
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner(env={"NO_COLOR": "1"}).invoke(app, [str(a) for a in arguments])
-    return result.exit_code, result.stdout, result.stderr
 
 
 def test_a_folder(tmp_path: Path) -> None:

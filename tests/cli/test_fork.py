@@ -13,32 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 import tensorlift
 from support import one_sided as support
 from support.checkpoints import Written, random_checkpoint
+from support.command_line import run
 from support.ports import nobody
 from support.tensors import assert_state
 from support.waiting import until, when
 from tensorlift.cli import fork as verb
-from tensorlift.cli.main import app
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
-from tensorlift.forking.tokens import TOKEN_VARIABLE
 from tensorlift.sources import writing
 
 KEY = ModelKey(model="org/model", processed=False)
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app, [str(a) for a in arguments])
-    return result.exit_code, result.stdout, result.stderr
-
-
-@pytest.fixture(autouse=True)
-def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
 
 
 @pytest.fixture

@@ -14,40 +14,21 @@ from typing import Any
 import pytest
 import torch
 import trustme
-from typer.testing import CliRunner
 
 import tensorlift
 from support.checkpoints import random_checkpoint
+from support.command_line import run
 from support.ports import nobody
 from support.registries import KEY, announced, redis_server, serving
-from support.serving import command
+from support.serving import command, ended
 from support.tensors import assert_state
 from support.waiting import until, when
-from tensorlift.cli.main import app
 from tensorlift.fleet.contract import Near
 from tensorlift.fleet.registry_client import RegistryClient
 from tensorlift.fleet.server import RegistryServer
 from tensorlift.forking.manifest import ModelKey
-from tensorlift.forking.tokens import TOKEN_VARIABLE
 
 SECONDS = 60
-
-
-@pytest.fixture(autouse=True)
-def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-
-
-def run(*arguments: object, **environment: str) -> tuple[int, str, str]:
-    runner = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200", **environment})
-    result = runner.invoke(app, [str(one) for one in arguments])
-    return result.exit_code, result.stdout, result.stderr
-
-
-def ended(child: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
-    child.send_signal(number)
-    assert child.stderr is not None
-    return child.wait(SECONDS), child.stderr.read()
 
 
 def test_until_ctrl_c() -> None:

@@ -6,47 +6,27 @@ import json
 import os
 import signal
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 import trustme
-from typer.testing import CliRunner
 
 import tensorlift
 from support.checkpoints import Written, random_checkpoint
+from support.command_line import run
 from support.ports import nobody
 from support.registries import serving
-from support.serving import command
+from support.serving import command, ended
 from support.tensors import assert_state
 from tensorlift.cli import seed as verb
-from tensorlift.cli.main import app
 from tensorlift.errors import SeedError
-from tensorlift.forking.tokens import TOKEN_VARIABLE
 
 SECONDS = 60
-
-
-def ended(child: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
-    child.send_signal(number)
-    assert child.stderr is not None
-    return child.wait(SECONDS), child.stderr.read()
-
-
-def run(*arguments: object, **environment: str) -> tuple[int, str, str]:
-    runner = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200", **environment})
-    result = runner.invoke(app, [str(one) for one in arguments])
-    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Written:
     return random_checkpoint(tmp_path / "model", shards=2)
-
-
-@pytest.fixture(autouse=True)
-def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
 
 
 def test_a_seed_until_ctrl_c(written: Written) -> None:

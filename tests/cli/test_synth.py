@@ -7,16 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from support.command_line import run
 from tensorlift.bench import geometry
 from tensorlift.bench.geometry import Model, Spec
-from tensorlift.cli.main import app
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app, [str(a) for a in arguments])
-    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture(autouse=True)

@@ -13,21 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from support.checkpoints import Written, random_checkpoint, random_row, write_raw, write_safetensors
-from tensorlift.cli.main import app
+from support.command_line import run
 from tensorlift.options import BACKENDS
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return random_checkpoint(tmp_path_factory.mktemp("verbs"), shards=2, tensors=6, seed=3)
-
-
-def run(*arguments: object, env: dict[str, str] | None = None) -> tuple[int, str, str]:
-    result = CliRunner(env={"NO_COLOR": "1"} | (env or {})).invoke(app, [str(a) for a in arguments])
-    return result.exit_code, result.stdout, result.stderr
 
 
 def program(*arguments: object, **more: object) -> subprocess.CompletedProcess[str]:
@@ -90,8 +84,8 @@ def test_bar_goes_to_stderr_when_asked_for(written: Written) -> None:
 
 def test_the_command_line_wins_over_the_environment(written: Written) -> None:
     env = {"TENSORLIFT_PROGRESS": "1", "FORCE_COLOR": "1"}
-    assert run("load", written.path, "--json", "--no-progress", env=env)[2] == ""
-    assert "loading" in run("load", written.path, "--json", env=env)[2]
+    assert run("load", written.path, "--json", "--no-progress", **env)[2] == ""
+    assert "loading" in run("load", written.path, "--json", **env)[2]
 
 
 def test_no_color_is_honoured(written: Written) -> None:

@@ -8,16 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from support.checkpoints import Written, random_checkpoint, random_row, write_safetensors
+from support.command_line import run
 from support.digests import flip, headers
-from tensorlift.cli.main import app
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner(env={"NO_COLOR": "1"}).invoke(app, [str(a) for a in arguments])
-    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture

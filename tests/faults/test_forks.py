@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from support import leaks
 from support.seeds import KEY, NBYTES, Process, is_version, running, weights
 from support.waiting import until
 from tensorlift.cli.main import app
@@ -25,15 +24,11 @@ from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import Manifest, decode, encode
 from tensorlift.forking.seed import Seed
 
+pytestmark = pytest.mark.usefixtures("clean")
+
 CHUNK = 40_000
 FORK: dict[str, Any] = {"chunk_bytes": CHUNK, "patience": 60.0}
 LIMIT = "4MB/s"
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with leaks.nothing_left():
-        yield
 
 
 def once(share: float, act: Callable[[], object]) -> Callable[[int, int], None]:

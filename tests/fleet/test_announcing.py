@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import tensorlift
-from support import leaks
 from support.ports import nobody
 from support.registries import KEY, serving
 from support.seeds import running
@@ -24,6 +22,8 @@ from tensorlift.fleet.contract import Announcement, Load, Near, near_of
 from tensorlift.fleet.server import RegistryServer
 from tensorlift.forking.fork import fork_into
 
+pytestmark = pytest.mark.usefixtures("clean")
+
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,12 +32,6 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_SHORTEST_REST", 0.05)
     # What is looked at behind an end has to have been said.
     monkeypatch.setattr(heartbeat, "GOODBYE_SECONDS", 60.0)
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with leaks.nothing_left():
-        yield
 
 
 def known(server: RegistryServer) -> dict[str, Announcement]:

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 import tensorlift
-from support import leaks
 from support.ports import nobody
 from support.registries import KEY, announced, serving
 from support.waiting import until, when
@@ -23,6 +22,8 @@ from tensorlift.fleet.contract import Load, near_of
 from tensorlift.fleet.registry_urls import registry_of
 from tensorlift.fleet.server import RegistryServer
 from tensorlift.forking.manifest import ModelKey
+
+pytestmark = pytest.mark.usefixtures("clean")
 
 NBYTES = 8000
 
@@ -35,12 +36,6 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_SHORTEST_REST", 0.05)
     # What is looked at behind an end has to have been said.
     monkeypatch.setattr(heartbeat, "GOODBYE_SECONDS", 60.0)
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with leaks.nothing_left():
-        yield
 
 
 @pytest.fixture

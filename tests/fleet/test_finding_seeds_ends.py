@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from support import leaks
 from support.registries import KEY
 from support.waiting import until
 from tensorlift.errors import ForkError, SeedError
@@ -16,11 +14,7 @@ from tensorlift.fleet import finding_seeds, heartbeat
 from tensorlift.fleet.contract import near_of
 from tensorlift.fleet.registry_urls import registry_of
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with leaks.nothing_left():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 class Clock:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 
 import pytest
 
-from support import leaks
 from support.waiting import until
 from tensorlift.errors import SeedError
 from tensorlift.fleet import heartbeat
 from tensorlift.fleet.heartbeat import Heartbeat
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with leaks.nothing_left():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 class Told:

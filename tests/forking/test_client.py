@@ -10,20 +10,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from support import leaks
 from tensorlift.errors import ForkError, ManifestError, RequestError, SeedError
 from tensorlift.forking import reader
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.seed import Seed
 
+pytestmark = pytest.mark.usefixtures("clean")
+
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n"
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with leaks.nothing_left():
-        yield
 
 
 @contextlib.contextmanager

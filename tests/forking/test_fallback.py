@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import tensorlift
-from support import leaks
 from support.digests import flip
 from support.ports import nobody
 from support.waiting import when
@@ -29,6 +28,8 @@ from tensorlift.errors import (
 from tensorlift.forking.fork import Forked, fork_into
 from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
+
+pytestmark = pytest.mark.usefixtures("clean")
 
 KEY = ModelKey(model="org/model")
 SMALL: dict[str, Any] = {"chunk_bytes": 4000, "patience": 20.0}
@@ -77,12 +78,6 @@ def path(tmp_path: Path) -> str:
 
 def digest(path: str) -> None:
     assert CliRunner().invoke(app, ["digest", path]).exit_code == 0
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with leaks.nothing_left():
-        yield
 
 
 def half(offered: object, model: object, path: object, chunks: int = 10, **more: Any) -> tuple[str, Forked]:

@@ -10,24 +10,18 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
-from support import leaks
 from support.waiting import SECONDS, until
 from tensorlift.forking import control
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.seed import _MOST_TALKS, Seed
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with leaks.nothing_left():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def echo(peer: socket.socket) -> None:

@@ -29,6 +29,8 @@ from tensorlift.forking.seed import Seed
 from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.topology import Nic
 
+pytestmark = pytest.mark.usefixtures("clean")
+
 KEY = ModelKey(model="org/model")
 CHUNK = 8000
 
@@ -39,12 +41,6 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 def same(found: dict[str, torch.Tensor], version: int) -> bool:
     return all(torch.equal(found[name], tensor) for name, tensor in weights(version).items())
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with leaks.nothing_left():
-        yield
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from support import leaks
 from tensorlift.engine.abi_fork import tensor_digest
 from tensorlift.errors import ForkError, OptionError
 from tensorlift.forking.client import SeedClient
@@ -19,11 +17,7 @@ from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import Manifest
 from tensorlift.forking.seed import Seed
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    with leaks.nothing_left():
-        yield
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:

@@ -39,3 +39,10 @@ def command(*words: object, **environment: str) -> Iterator[tuple[subprocess.Pop
         finally:
             child.kill()
             watch.cancel()
+
+
+def ended(child: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
+    """Its exit code behind a signal, and what it has said on stderr."""
+    child.send_signal(number)
+    assert child.stderr is not None
+    return child.wait(SECONDS), child.stderr.read()
