@@ -16,6 +16,7 @@ from support.checkpoints import random_row, write_safetensors
 from support.tensors import raw
 from tensorlift import loading
 from tensorlift.engine import abi
+from tensorlift.errors import OutOfMemoryError
 from tensorlift.tensors import memory
 
 MIB = 1 << 20
@@ -155,3 +156,10 @@ def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(tensorlift.RequestError, match="captured into a CUDA graph"):
         memory.check_no_capture()
+
+
+def test_a_stream_that_cannot_be_kept_in_mind(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch, which does not know this memory, would take the call and do nothing.
+    monkeypatch.setitem(abi.library().call, "tl_arena_record_stream", lambda *_: abi.Status.MEMORY)
+    with pytest.raises(OutOfMemoryError, match="a stream could not be recorded"):
+        abi.library().arena_record_stream(4096, 1)

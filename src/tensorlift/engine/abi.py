@@ -256,9 +256,17 @@ class Abi:
         return arena.value, address.value
 
     def arena_record_stream(self, address: int, stream: int) -> bool:
-        """Whether an adopted arena has this address; its owner's stream will wait for this one."""
-        error = Error()
-        return bool(self.call["tl_arena_record_stream"](address, stream, ctypes.byref(error)) == Status.OK)
+        """Whether an adopted arena has this address; its owner's stream will wait for this one.
+
+        Raises OutOfMemoryError where that cannot be kept in mind.
+        """
+        try:
+            self._ask("tl_arena_record_stream", address, stream)
+        except RefusedError as refused:
+            if refused.status == Status.ARGUMENT:
+                return False
+            raise OutOfMemoryError(f"a stream could not be recorded: {refused.error.text}") from None
+        return True
 
     def arena_release(self, arena: int) -> None:
         """Drops the reference that arena_host or arena_adopt gave."""
