@@ -189,6 +189,12 @@ def test_tree_is_that_of_the_code() -> None:
     assert textwrap.dedent("\n".join(drawn)) in PAGE
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class_is_public(name: str) -> None:
+    assert getattr(tensorlift, name) is getattr(errors, name)
+    assert name in tensorlift.__all__
+
+
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "TensorliftError"])
 def test_every_class_has_its_section(name: str) -> None:
     assert "**Do:**" in section(name)
