@@ -201,4 +201,63 @@ TEST(loads_to_a_device) {
     }
 }
 
+// Each is read, or left to others.
+TEST(headers_of_files) {
+    const Folder folder;
+    std::string paths, text = R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}})";
+    text.resize(100000, ' ');  // more than a first read takes
+    for (const char *name : {"1", "2", "3"}) {
+        Bytes bytes(8 + text.size() + 2);
+        for (std::size_t i = 0; i < 8; i++) bytes[i] = static_cast<std::uint8_t>(text.size() >> 8 * i);
+        std::copy(text.begin(), text.end(), bytes.begin() + 8);
+        write_file(folder.file(name), bytes);
+        paths += folder.file(name) + '\0';
+    }
+    const std::uint8_t bits[] = {8};
+    const auto work = [&]() -> std::string {
+        tl_headers *headers = nullptr;
+        tl_headers_begin(paths.c_str(), 3, "U8 ", bits, 2, 2, &headers);
+        if (!headers) return "none is read";
+        std::string said;
+        for (std::uint64_t k = 0; k < 3; k++) {
+            REQUIRE(tl_headers_wait(headers, k, 50000));
+            std::uint64_t facts[TL_HEADER_FACTS] = {};
+            tl_headers_take(headers, k, facts);
+            if (facts[TL_HEADER_HANDLE] == 0) {
+                said = "one is left to others";
+                continue;
+            }
+            REQUIRE(facts[TL_HEADER_PLAIN]);
+            REQUIRE_EQ(facts[TL_HEADER_COUNT], 1u);
+            tl_header_free(reinterpret_cast<tl_header *>(facts[TL_HEADER_HANDLE]));
+        }
+        tl_headers_end(&headers);
+        return said;
+    };
+    fail_each_turn("headers", work);
+    fail_at_random("headers", work, 40);
+}
+
+// Memory of the host, what is cached, and whether a reader works.
+TEST(single_calls) {
+    const Folder folder;
+    const std::string path = folder.file("data");
+    write_file(path, random_bytes(100000, 5));
+    const auto work = [&]() -> std::string {
+        tl_arena *arena = nullptr;
+        std::uint64_t address = 0;
+        tl_error error = no_error();
+        const tl_status status = tl_arena_host(100000, &arena, &address, &error);
+        tl_arena_release(arena);
+        const double share = tl_cached_share(path.c_str());
+        const tl_status probed = tl_backend_probe(TL_BACKEND_PREAD, path.c_str(), nullptr);
+        REQUIRE_EQ(tl_arena_live(), 0u);
+        if (status != TL_OK) return error.message;
+        if (share < 0) return "nobody tells what is cached";
+        return probed == TL_OK ? "" : "a reader that is refused";
+    };
+    fail_each_turn("single calls", work);
+    fail_at_random("single calls", work, 40);
+}
+
 TEST_MAIN
