@@ -6,7 +6,6 @@
 #include <map>
 #include <mutex>
 #include <utility>
-#include <vector>
 
 namespace tl {
 namespace {
@@ -18,7 +17,7 @@ struct Keeper {
     const pid_t pid = getpid();
     std::mutex mutex;
     std::map<Device, std::unique_ptr<Ring>> rings;  // each device that had an engine; null: nothing is kept
-    std::vector<std::unique_ptr<Ring>> aside;
+    std::unique_ptr<Ring> aside;                    // the last one, see Ring::next
     uint64_t releases = 0;
 };
 
@@ -83,17 +82,17 @@ void keep_ring(std::unique_ptr<Ring> ring) {
 
 void set_ring_aside(std::unique_ptr<Ring> ring) {
     const auto [driver, device] = ring->device();
-    Keeper &k = keeper();
-    std::lock_guard<std::mutex> lock(k.mutex);
-    k.aside.reserve(k.aside.size() + 1);
     // Without its context nothing is pinned any more, and giving it back waits for nothing.
     if (ring->pinned_bytes() == 0 || driver->retain(device)) return ring->release();
-    k.aside.push_back(std::move(ring));
+    Keeper &k = keeper();
+    std::lock_guard<std::mutex> lock(k.mutex);
+    ring->next = std::move(k.aside);
+    k.aside = std::move(ring);
 }
 
 uint64_t release_rings() {
     std::map<Device, std::unique_ptr<Ring>> rings;
-    std::vector<std::unique_ptr<Ring>> aside;
+    std::unique_ptr<Ring> aside;
     {
         Keeper &k = keeper();
         std::lock_guard<std::mutex> lock(k.mutex);
@@ -102,13 +101,18 @@ uint64_t release_rings() {
         k.releases++;
     }
     uint64_t nbytes = 0;
-    const auto give_back = [&nbytes](std::unique_ptr<Ring> &ring) {
-        if (!ring) return;
+    const auto give_back = [&nbytes](std::unique_ptr<Ring> ring) {
         nbytes += ring->pinned_bytes();
         let_go(std::move(ring));
     };
-    for (auto &[device, ring] : rings) give_back(ring);
-    for (std::unique_ptr<Ring> &ring : aside) give_back(ring);
+    for (auto &[device, ring] : rings) {
+        if (ring) give_back(std::move(ring));
+    }
+    while (aside) {
+        std::unique_ptr<Ring> behind = std::move(aside->next);
+        give_back(std::move(aside));
+        aside = std::move(behind);
+    }
     return nbytes;
 }
 

@@ -56,7 +56,8 @@ public:
         return refused_.load();
     }
 
-    uint64_t releases = 0;  // the keeper's, when the ring was taken
+    uint64_t releases = 0;       // the keeper's, when the ring was taken
+    std::unique_ptr<Ring> next;  // the keeper's, of what is set aside: a list that takes no memory
 
 private:
     struct Entry {

@@ -33,15 +33,18 @@ struct Memory {
     std::uint8_t *const bytes;
 };
 
+// What becomes of the pinned memory at a load's end.
+enum class Ring { kGone, kKept, kAside };
+
 // A small file that is read in each way of a plan: blocks in place, through a buffer, rows that are packed, a digest.
 class Loads {
 public:
-    Loads(std::vector<std::uint32_t> backends, int kind, bool cold) : cold_(cold) {
+    Loads(std::vector<std::uint32_t> backends, int kind, bool cold, Ring ring) : cold_(cold), ring_(ring) {
         options_ = options_for(kind, backends);
         options_.threads = 2;
         options_.io_depth = 4;
         options_.pinned_bytes = 2 * options_.slot_bytes;
-        options_.flags = TL_OPTION_TRACE;
+        options_.flags = TL_OPTION_TRACE | (ring == Ring::kKept ? TL_OPTION_KEEP : 0);
         options_.cpus[0] = 1;  // so that threads are kept there
         if (kind != TL_DEVICE_CPU) driver_ = &standin(kind);
         path_ = folder_.file("data");
@@ -63,7 +66,10 @@ public:
         status_ = TL_OK;
         tl_error error = no_error();
         if (note(tl_engine_create(&options_, &engine, &error), error)) use(engine, *memory);
+        if (engine && ring_ == Ring::kAside) note(tl_engine_set_aside(engine, &error), error);
         if (engine) note(tl_engine_destroy(engine, &error), error);
+        std::uint64_t given_back = 0;
+        if (ring_ != Ring::kGone) note(tl_pinned_release(&given_back, &error), error);
         const bool right = std::equal(expected_.begin(), expected_.end(), memory->bytes);
         // What comes now is too late: it would be another owner's memory.
         memory->fill(kPoison);
@@ -137,6 +143,7 @@ private:
     }
 
     const bool cold_;
+    const Ring ring_;
     const StandIn *driver_ = nullptr;
     tl_options options_{};
     Folder folder_;
@@ -154,26 +161,31 @@ private:
 
 constexpr int kInjected = 999;
 
-void disturb(const std::string &what, std::vector<std::uint32_t> backends, int kind, bool cold) {
-    Loads loads(backends, kind, cold);
+void disturb(const std::string &what, std::vector<std::uint32_t> backends, int kind, bool cold,
+             Ring ring = Ring::kGone) {
+    Loads loads(backends, kind, cold, ring);
     const std::string reason = refusal(backends[0], loads.path());
     if (!reason.empty()) {
         std::printf("  skipped %s: %s\n", what.c_str(), reason.c_str());
         return;
     }
-    const auto work = [&] { return loads.run(); };
-    fail_each_turn(what.c_str(), work);
-    if (kind == TL_DEVICE_CPU) return fail_at_random(what.c_str(), work, 40);
-    const StandIn &driver = standin(kind);
-    const auto disturbed = [&] {
+    const StandIn *driver = kind == TL_DEVICE_CPU ? nullptr : &standin(kind);
+    const auto work = [&] {
         std::string said = loads.run();
-        driver.fail_at_random(0, 0, 0);
-        driver.require_clean(true);
+        if (driver) {
+            driver->fail_at_random(0, 0, 0);
+            driver->require_clean(true);
+        }
         return said;
     };
-    fail_at_random(what.c_str(), disturbed, 40, [&](std::uint64_t seed, std::uint32_t in_a_million) {
-        driver.fail_at_random(seed, in_a_million, kInjected);
-    });
+    fail_each_turn(what.c_str(), work);
+    Also also;
+    if (driver) {
+        also = [driver](std::uint64_t seed, std::uint32_t in_a_million) {
+            driver->fail_at_random(seed, in_a_million, kInjected);
+        };
+    }
+    fail_at_random(what.c_str(), work, 40, also);
 }
 
 }  // namespace
@@ -198,6 +210,8 @@ TEST(loads_to_a_device) {
         const std::string name = kind == TL_DEVICE_CUDA ? "CUDA" : "HIP";
         disturb(name + ", cold", {TL_BACKEND_AUTO}, kind, true);
         disturb(name + ", cached", {TL_BACKEND_AUTO}, kind, false);
+        disturb(name + ", its ring kept", {TL_BACKEND_AUTO}, kind, false, Ring::kKept);
+        disturb(name + ", its ring set aside", {TL_BACKEND_AUTO}, kind, false, Ring::kAside);
     }
 }
 
