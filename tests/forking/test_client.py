@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from tensorlift.errors import ForkError, ManifestError, RequestError, SeedError
-from tensorlift.forking import reader
+from tensorlift.forking import http_client, reader
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
+from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -73,11 +75,39 @@ def test_an_answer_without_an_end_is_given_up_however_fast_it_comes(said: bytes,
 
 
 def test_who_is_slow_and_works_is_waited_for() -> None:
-    """Longer than an answer may take, for as long as bytes come."""
-    body = b'{"instance": "a", "epoch": 1}'.ljust(20_000)
+    """Longer than an answer may take, for as long as bytes come of one that may be long."""
+    body = b'{"ranks": []}'.ljust(20_000)
     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with answering(head + body[:10_000].rjust(10_000), body[10_000:10_200]) as url:
-        assert SeedClient(url, seconds=0.2).state().epoch == 1
+    with (
+        answering(head + body[:10_000].rjust(10_000), body[10_000:10_200]) as url,
+        pytest.raises(ForkError, match="there is nothing"),
+    ):
+        SeedClient(url, seconds=0.2).peer(ModelKey(model="m"))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        SeedClient.state,
+        lambda client: client.lease(1.0),
+        lambda client: client.renew("0" * 32, 1.0, 0.5),
+        lambda client: client.release("0" * 32, 0.5),
+        SeedClient.manifest,
+    ],
+)
+def test_who_never_ends_is_not_waited_for(
+    ask: Callable[[SeedClient], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fast enough to be no drip: a seed held its forks so for hours, also those that had all their bytes, and
+    while it was to prolong a lease nobody looked after the other seeds.
+    """
+    monkeypatch.setattr(http_client, "_MOST_TIMES", 3.0)
+    chunks = b"1;" + b"x" * 500 + b"\r\n \r\n"
+    with answering(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", chunks) as url:
+        begin = time.monotonic()
+        with pytest.raises(SeedError, match=r"cannot be reached: (timed out|only .* of an answer)"):
+            ask(SeedClient(url, seconds=0.5))
+        assert time.monotonic() - begin < 5
 
 
 LEASE = b'{"id": "%s", "epoch": 0, "seconds": %s}'

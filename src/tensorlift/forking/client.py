@@ -50,7 +50,7 @@ class SeedClient(HttpClient):
         for rank in ranks:
             if rank.key == key:
                 return self._followed(rank) if rank.url else self
-        there = what_is_there([rank.key for rank in ranks], key)
+        there = what_is_there([rank.key for rank in ranks], key) or "nothing"
         raise ForkError(f"{self.url} does not have {told_key(key)}; there is {there}")
 
     def _followed(self, rank: Rank) -> SeedClient:

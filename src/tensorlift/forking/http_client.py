@@ -24,6 +24,8 @@ __all__ = ["HttpClient"]
 _LONGEST_ANSWER = 1 << 20
 # Of an answer that is not its body: http.client takes a hundred headers of 64 KiB.
 _MOST_AROUND = 8 << 20
+# How much longer than an answer may take one is waited for that is long, while it comes.
+_MOST_TIMES = 30.0
 _BUSY_SECONDS = 1.0
 _LONGEST_SHOWN = 300
 _WHY = {
@@ -36,22 +38,24 @@ _T = TypeVar("_T")
 
 
 class _Timed(io.RawIOBase):
-    """A socket's bytes, so many seconds long, and longer only for as long as more than STILL_RATE come; never
-    more than ``most``, whatever they are: lines before an answer and behind it have no end of their own.
+    """A socket's bytes, so many seconds long, and up to ``times`` as long only for as long as more than
+    STILL_RATE come; never more than ``most``, whatever they are: lines before an answer and behind it have no
+    end of their own.
     """
 
-    def __init__(self, peer: socket.socket, kept: io.IOBase, seconds: float, most: int) -> None:
+    def __init__(self, peer: socket.socket, kept: io.IOBase, seconds: float, times: float, most: int) -> None:
         """``kept``: holds the socket open, to close() of this."""
         self._peer, self._kept, self._seconds, self._most = peer, kept, seconds, most
-        self._begin, self._came = time.monotonic(), 0
+        self._begin, self._came, self._longest = time.monotonic(), 0, times * seconds
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        left = self._begin + self._seconds + self._came / STILL_RATE - time.monotonic()
+        given = min(self._seconds + self._came / STILL_RATE, self._longest)
+        left = self._begin + given - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"only {plural(self._came, 'byte')} of an answer came in {self._seconds:g} s")
+            raise TimeoutError(f"only {plural(self._came, 'byte')} of an answer came in {given:.1f} s")
         if self._came > self._most:
             raise ConnectionAbortedError(f"an answer has more than {self._most:,} bytes around its body")
         self._peer.settimeout(min(left, self._seconds))
@@ -67,9 +71,11 @@ class _Timed(io.RawIOBase):
 class _Answer(http.client.HTTPResponse):
     """One that is not waited for for ever, however it comes."""
 
-    def __init__(self, seconds: float, most: int, peer: socket.socket, *more: Any, **named: Any) -> None:
+    def __init__(
+        self, seconds: float, times: float, most: int, peer: socket.socket, *more: Any, **named: Any
+    ) -> None:
         super().__init__(peer, *more, **named)
-        self.fp = io.BufferedReader(_Timed(peer, self.fp, seconds, most))
+        self.fp = io.BufferedReader(_Timed(peer, self.fp, seconds, times, most))
 
 
 class HttpClient:
@@ -104,12 +110,16 @@ class HttpClient:
         longest: int = _LONGEST_ANSWER,
         seconds: float | None = None,
     ) -> bytes:
-        """The body of the answer, of at most ``longest`` bytes, in so many ``seconds``. Raises SeedError."""
+        """The body of the answer, of at most ``longest`` bytes, in so many ``seconds``; one that may be longer
+        than most, while it comes, in more of them. Raises SeedError.
+        """
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         if body is not None:
             headers["Content-Type"] = "application/json"
         seconds = seconds or self._seconds
-        connection = self._connection(seconds, 2 * longest + _MOST_AROUND)
+        # A few numbers are there at once or not at all, and who asks for them has others to look after.
+        times = _MOST_TIMES if longest > _LONGEST_ANSWER else 1.0
+        connection = self._connection(seconds, times, 2 * longest + _MOST_AROUND)
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
@@ -137,13 +147,13 @@ class HttpClient:
             return found
         raise self._refusal(answer.status, found)
 
-    def _connection(self, seconds: float, most: int) -> http.client.HTTPConnection:
+    def _connection(self, seconds: float, times: float, most: int) -> http.client.HTTPConnection:
         _, host, port = self._endpoint
         if self._context is None:
             made = http.client.HTTPConnection(host, port, timeout=seconds)
         else:
             made = http.client.HTTPSConnection(host, port, timeout=seconds, context=self._context)
-        made.response_class = functools.partial(_Answer, seconds, most)  # type: ignore[assignment]
+        made.response_class = functools.partial(_Answer, seconds, times, most)  # type: ignore[assignment]
         return made
 
     def _refusal(self, status: int, body: bytes) -> SeedError:
