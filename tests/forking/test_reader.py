@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from safetensors.torch import save_file
 from support import leaks
 from support.proxies import Dripping
 from tensorlift.engine.abi_fork import Outcome
-from tensorlift.errors import ForkError, OptionError, OutOfMemoryError
+from tensorlift.errors import ForkError, OptionError, OutOfMemoryError, SeedError
 from tensorlift.forking import reader
 from tensorlift.forking import seed as seeds
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.client import SeedClient
-from tensorlift.forking.connection import SocketConnection
+from tensorlift.forking.connection import NotHereError, SocketConnection
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import Manifest, ModelKey, Offer
 from tensorlift.forking.nics import Choice
@@ -226,6 +227,47 @@ def test_an_update_between_lease_and_handshake(monkeypatch: pytest.MonkeyPatch) 
         result = fork_into(found, seed.url, connections=1, chunk_bytes=CHUNK, patience=60.0)
         assert same(found, 2)
         assert (result.weights, result.left) == ("2", ())
+
+
+def test_each_transport_that_could_not_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one begins, and turns out not to be of use; then the other one cannot be had."""
+    real = SeedClient.manifest
+
+    def manifest(client: SeedClient) -> Manifest:
+        found = real(client)
+        offers = [one if one.kind == "shm" else Offer("tcp", "127.0.0.1:1") for one in found.transports]
+        return msgspec.structs.replace(found, transports=tuple(offers))
+
+    def fetch(*_: object, **__: object) -> None:
+        raise NotHereError("it has no such engine")
+
+    monkeypatch.setattr(SeedClient, "manifest", manifest)
+    monkeypatch.setattr(SocketConnection, "fetch", fetch)
+    with Seed(weights(1), KEY) as seed, pytest.raises(ForkError) as told:
+        fork_into(weights(0), seed.url)
+    assert "not tcp: " in str(told.value)
+    assert "not shm: it has no such engine" in str(told.value)
+
+
+def test_a_lease_outlasts_the_seeds_that_are_asked_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three that give none, each takes less than a lease lasts, and all together more."""
+    monkeypatch.setattr(reader, "_LEASE_SECONDS", 1.5)
+    real, slow = SeedClient.lease, list[str]()
+
+    def lease(client: SeedClient, seconds: float) -> Any:
+        if client.url in slow:
+            time.sleep(0.8)
+            raise SeedError("it says nothing")
+        return real(client, seconds)
+
+    monkeypatch.setattr(SeedClient, "lease", lease)
+    with contextlib.ExitStack() as stack:
+        seeds = [stack.enter_context(Seed(weights(1), KEY, weights="1")) for _ in range(4)]
+        slow += [seed.url for seed in seeds[1:]]
+        found = weights(0)
+        result = fork_into(found, [seed.url for seed in seeds], patience=60.0)
+    assert same(found, 1)
+    assert len(result.left) == 3
 
 
 @pytest.fixture

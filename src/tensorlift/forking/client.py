@@ -17,6 +17,7 @@ from tensorlift.forking.urls import followed, reached
 __all__ = ["SeedClient", "clients_of"]
 
 _LONGEST_RANKS = 8 << 20
+_SHORTEST_PATIENCE = 1.0
 # Transports that are offered at host:port.
 _ADDRESSED = ("tcp", *ONE_SIDED)
 
@@ -76,7 +77,9 @@ class SeedClient(HttpClient):
     def lease(self, seconds: float) -> LeaseAnswer:
         """Raises SeedError, with the time to ask again where that may help."""
         asked = msgspec.json.encode(LeaseRequest(seconds))
-        return self.decoded(self.ask("POST", "/v1/leases", asked), LeaseAnswer)
+        # One that comes later is over soon, and so are those that somebody else gave before it.
+        patience = min(self._seconds, max(seconds / 3, _SHORTEST_PATIENCE))
+        return self.decoded(self.ask("POST", "/v1/leases", asked, seconds=patience), LeaseAnswer)
 
     def renew(self, lease: str, seconds: float, patience: float | None = None) -> LeaseAnswer:
         """The same for longer; ``patience``: seconds that the answer may take. Raises SeedError."""

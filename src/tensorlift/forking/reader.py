@@ -138,6 +138,8 @@ class Reader:
 
     def _lease(self, source: Source) -> SeedError | None:
         """Why it has no room now, if that is all: otherwise it has given a lease, or is gone."""
+        # Of those before: the seeds that are asked behind them may take as long as they like.
+        self._renew()
         try:
             answer = source.client.lease(_LEASE_SECONDS)
         except SeedError as error:
@@ -223,7 +225,11 @@ class Reader:
     def _pull(self, source: Source) -> None:
         offered, kinds, passed = source.manifest.transports, self._transports, list[str]()
         while True:
-            made = connect(offered, self._token, source.lease, self._patience, kinds, self._wiring)
+            try:
+                made = connect(offered, self._token, source.lease, self._patience, kinds, self._wiring)
+            except OSError as error:
+                # Its kind says what becomes of the seed.
+                raise type(error)("; ".join([str(error), *passed])) from error
             made = made._replace(passed=[*passed, *made.passed])
             try:
                 self._pull_by(made, source)

@@ -240,11 +240,12 @@ def connect(
             else:
                 made = _CONNECTIONS[kind](addresses[kind], token, lease, seconds)
         # A seed that refuses, or does nothing for so long, does so by any transport.
-        except ConnectionRefusedError:
-            raise
         except TimeoutError as error:
             raise TimeoutError("; ".join([str(error), *passed])) from error
         except (NotHereError, OSError) as error:
+            # The kernel's word has a number: that nobody listens there.
+            if isinstance(error, ConnectionRefusedError) and error.errno is None:
+                raise
             passed.append(f"not {kind}: {error}")
             continue
         return Connected(made, kind, passed)
