@@ -154,3 +154,14 @@ def test_many(count: int) -> None:
     assert len(found) == 100
     assert sum(int(places[:, 1].sum()) for _, places, _ in found) == count * 4096
     assert np.all(copies.nbytes == 4096)
+
+
+def test_more_runs_than_can_be_planned() -> None:
+    """A seed that says so of a tensor, in a few bytes, took two hundred bytes for each before any had come."""
+    told = [Tensor(name, "uint8", (2 << 20, 2), (8, 2), 0, 0) for name in "ab"]
+    ours = [Memory(4096, 32 << 20, 0, 0)]
+    with pytest.raises(ForkError, match=r"'b', of shape .*2097152.* lies in so many pieces"):
+        copies_of(told, told, ours)
+    told = [Tensor("a", "uint8", (1 << 40,), (2,), 0, 0)]
+    with pytest.raises(ForkError, match=r"more than 4,194,304 in all; make it contiguous"):
+        copies_of(told, told, ours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ Ints = npt.NDArray[np.int64]
 
 # Bytes between two wanted runs that are moved and dropped rather than asked around: padding, alignment.
 _GAP_BYTES = 64 << 10
+# Each takes some 200 bytes while a fork is planned, and a tensor that is said to have them may be a seed's word.
+_MOST_RUNS = 4 << 20
 _SHOWN = 4
 
 
@@ -58,18 +61,26 @@ def copies_of(theirs: Sequence[Tensor], ours: Sequence[Tensor], memories: Sequen
 
     memories: our regions. Tensors with holes between their elements are copied run by run,
     so that what lies in the holes stays. Raises ForkError where two of our tensors share memory that those of
-    the seed do not share in the same way: one of them would be wrong.
+    the seed do not share in the same way: one of them would be wrong; and for more runs than can be planned.
     """
     here: Mapping[str, Tensor] = {tensor.name: tensor for tensor in ours}
     rows: list[tuple[Ints, ...]] = []
     dense: list[tuple[int, int, int, int, int]] = []
     devices = [_number(memory) for memory in memories]
+    count = 0
     for tensor in theirs:
         mine = here.get(tensor.name)
         if mine is None or tensor.region == NOWHERE:
             continue
         address, device = memories[mine.region].address + mine.offset, devices[mine.region]
-        starts, nbytes = _runs(tensor)
+        nbytes, holes = _holes(tensor)
+        count += math.prod(size for _, size in holes)
+        if count > _MOST_RUNS:
+            raise ForkError(
+                f"{quote(tensor.name)}, of shape {quote(tensor.shape)} and stride {quote(tensor.stride)}, "
+                f"lies in so many pieces that there are more than {_MOST_RUNS:,} in all; make it contiguous"
+            )
+        starts = _starts(holes)
         if len(starts) == 1:
             dense.append((tensor.region, tensor.offset, nbytes, address, device))
         else:
@@ -111,8 +122,8 @@ def _names_at(place: tuple[int, int], ours: Sequence[Tensor], memories: Sequence
     return ", ".join(found[:_SHOWN])
 
 
-def _runs(tensor: Tensor) -> tuple[Ints, int]:
-    """(first byte of each run, bytes of a run), counted from the tensor's first byte."""
+def _holes(tensor: Tensor) -> tuple[int, list[tuple[int, int]]]:
+    """(bytes that lie in one run, (bytes to the next, how many) of each dimension of runs)."""
     item = ITEM_BYTES[tensor.dtype]
     # An expanded dimension is the same bytes again.
     pairs = zip(tensor.stride, tensor.shape, strict=True)
@@ -120,10 +131,15 @@ def _runs(tensor: Tensor) -> tuple[Ints, int]:
     block = item
     while dims and dims[0][0] == block:
         block *= dims.pop(0)[1]
+    return block, dims
+
+
+def _starts(holes: list[tuple[int, int]]) -> Ints:
+    """First byte of each run, counted from the tensor's first."""
     starts = np.zeros(1, np.int64)
-    for stride, size in reversed(dims):
+    for stride, size in reversed(holes):
         starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-    return starts, block
+    return starts
 
 
 def _once(given: Copies) -> Copies:
