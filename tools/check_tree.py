@@ -28,6 +28,7 @@ RESTRICTED = {
         "weights.py",
         "compat.py",
         "integrations/",
+        "forking/holding.py",
         "forking/offering.py",
         "forking/shared_memory.py",
         "forking/movers.py",

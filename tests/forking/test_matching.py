@@ -157,7 +157,7 @@ def test_many(count: int) -> None:
 
 
 def test_more_runs_than_can_be_planned() -> None:
-    """A seed that says so of a tensor, in a few bytes, took two hundred bytes for each before any had come."""
+    """A seed that says so of a tensor, in a few bytes, took 200 bytes for each before any had come."""
     told = [Tensor(name, "uint8", (2 << 20, 2), (8, 2), 0, 0) for name in "ab"]
     ours = [Memory(4096, 32 << 20, 0, 0)]
     with pytest.raises(ForkError, match=r"'b', of shape .*2097152.* lies in so many pieces"):

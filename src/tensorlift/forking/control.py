@@ -48,7 +48,7 @@ _FIRST_SECONDS, _IDLE_SECONDS = 5.0, 30.0
 _LONGEST_BODY = 4096
 _LEASES, _RANKS = "/v1/leases", "/v1/ranks"
 NOT_BY_NAME = "without a token it is asked on loopback by its address or as localhost, not by another name"
-_STATUS = {"full": 429, "updating": 503, "closed": 410, "lapsed": 410}
+_STATUS = {"full": 429, "updating": 503, "closed": 410, "moved": 410, "lapsed": 410}
 
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]

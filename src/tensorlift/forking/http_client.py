@@ -32,6 +32,7 @@ _WHY = {
     "full": "it has as many readers as it takes",
     "updating": "it updates its weights",
     "closed": "it ends",
+    "moved": "one of its tensors has other memory than it offers: begin that seed anew",
     "lapsed": "the lease has lapsed, or the weights have changed since",
 }
 _T = TypeVar("_T")
@@ -110,8 +111,8 @@ class HttpClient:
         longest: int = _LONGEST_ANSWER,
         seconds: float | None = None,
     ) -> bytes:
-        """The body of the answer, of at most ``longest`` bytes, in so many ``seconds``; one that may be longer
-        than most, while it comes, in more of them. Raises SeedError.
+        """The body of the answer, of at most ``longest`` bytes, in so many ``seconds``; one that may be
+        longer than most, while it comes, in more of them. Raises SeedError.
         """
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         if body is not None:

@@ -15,6 +15,12 @@ from tensorlift.errors import RequestError
 
 __all__ = ["Lease", "LeaseRefusedError", "Leases"]
 
+_ENDED = {
+    "closed": "this seed is closed: nobody reads its weights, and they may be changed",
+    "moved": "this seed has ended, as the log says: outside of an update a tensor got other memory than it "
+    "offers; begin another one",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -26,7 +32,7 @@ class Lease:
 
 
 class LeaseRefusedError(Exception):
-    """No lease now; ``reason`` is updating, full, closed or lapsed."""
+    """No lease now; ``reason`` is updating, full, closed, moved (see Leases.close()) or lapsed."""
 
     def __init__(self, reason: str, retry_seconds: float | None = None) -> None:
         """``retry_seconds``: when to ask again; None where that will not help."""
@@ -46,7 +52,7 @@ class Leases:
         """Leases that were not given, or not prolonged."""
         self._most, self._longest = most_readers, longest_seconds
         self._live: dict[str, Lease] = {}
-        self._updating = self._closed = False
+        self._updating, self._closed = False, ""
 
     def live(self, now: float) -> int:
         """How many have not ended; those that have lapsed are forgotten."""
@@ -65,7 +71,7 @@ class Leases:
     def grant(self, seconds: float, now: float) -> Lease:
         """A new one; LeaseRefusedError."""
         if self._closed:
-            raise self._refusal("closed")
+            raise self._refusal(self._closed)
         if self._updating:
             raise self._refusal("updating", 0.1)
         if self.live(now) >= self._most:
@@ -91,7 +97,7 @@ class Leases:
     def begin_update(self) -> None:
         """From now on no lease is given or prolonged; RequestError for a second one, and behind the end."""
         if self._closed:
-            raise RequestError("this seed is closed: nobody reads its weights, and they may be changed")
+            raise RequestError(_ENDED[self._closed])
         if self._updating:
             raise RequestError("these weights are being updated already; one update at a time")
         self._updating = True
@@ -105,9 +111,11 @@ class Leases:
         """Leases are given again."""
         self._updating = False
 
-    def close(self) -> None:
-        """No lease is given any more, nor prolonged beyond what it has."""
-        self._closed = True
+    def close(self, reason: str = "closed") -> None:
+        """No lease is given any more, nor prolonged beyond what it has. ``reason``: the first counts; moved:
+        a tensor has other memory than what is offered.
+        """
+        self._closed = self._closed or reason
 
     def _put(self, id: str, seconds: float, now: float) -> Lease:
         lease = Lease(id, self.epoch, now + min(seconds, self._longest))

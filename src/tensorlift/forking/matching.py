@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 # Bytes between two wanted runs that are moved and dropped rather than asked around: padding, alignment.
 _GAP_BYTES = 64 << 10
-# Each takes some 200 bytes while a fork is planned, and a tensor that is said to have them may be a seed's word.
+# Each takes some 200 bytes while a fork is planned, and that a tensor has so many may be a seed's word alone.
 _MOST_RUNS = 4 << 20
 _SHOWN = 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import threading
@@ -16,9 +17,10 @@ from tensorlift.errors import RequestError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.control import LeaseAnswer, StateAnswer, talk
 from tensorlift.forking.encryption import Ca, Tls, seed_context
+from tensorlift.forking.holding import Holding
 from tensorlift.forking.joining import Joined, client_of_front
 from tensorlift.forking.keys import check_host, checked_key, checked_token, checked_weights, told_key
-from tensorlift.forking.leases import Lease, Leases
+from tensorlift.forking.leases import Lease, LeaseRefusedError, Leases
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.manifest import Manifest, ModelKey, encode, layout_digest
 from tensorlift.forking.offering import gpu_of, named_tensors, offer, places, settle
@@ -32,12 +34,16 @@ from tensorlift.options import parse_count, parse_port, parse_seconds
 
 __all__ = ["Follower", "Seed"]
 
+_log = logging.getLogger("tensorlift")
+
 # A request takes milliseconds; a reader has one connection to ask by.
 _MOST_TALKS = 64
 # A fork that died holds its lease no longer.
 _LONGEST_LEASE = 60.0
 # For SGLang, which asks once, and whose requests have no end of their own.
 _REGISTERING_SECONDS = 25.0
+# Between two looks whether who has no lease any more is still connected.
+_LINGER_SECONDS = 0.2
 
 
 def _checked_wait(timeout: float) -> float:
@@ -57,7 +63,8 @@ class Follower(Protocol):
 class Seed:
     """Weights by several transports, and what is said about them over HTTP at ``url``.
 
-    Tensors stay as long as the seed; changing them outside of updating() is seen by no reader.
+    Tensors stay as long as the seed; changing them outside of updating() is seen by no reader. One that got
+    other memory ends the offer with the next lease that is asked for; who reads meanwhile reads what it had.
     """
 
     def __init__(
@@ -101,6 +108,7 @@ class Seed:
         self.most_readers, self._followers = readers, list[Follower]()
         self._model, self._named = model, named_tensors(model)
         self._offering, self._places = offer(self._named), places(self._named)
+        self._memory, self._is_watching = Holding(self._named), False
         settle(self._named)
         self.token, self.key, self._weights = token, checked_key(key), checked_weights(weights)
         encrypted = seed_context(tls)
@@ -198,9 +206,52 @@ class Seed:
         """A lease; LeaseRefusedError."""
         with self._changed:
             now = time.monotonic()
-            answer = _told(self._leases.grant(seconds, now), now)
+            lease = self._leases.grant(seconds, now)
+            if moved := self._memory.hold():
+                self._leases.release(lease.id)
+                self._retire(moved)
+                raise LeaseRefusedError("moved")
+            self._watch()
         self._tell()
-        return answer
+        return _told(lease, now)
+
+    def _retire(self, moved: str) -> None:
+        """No fork is to get what is not the model's any more."""
+        self._leases.close("moved")
+        _log.warning(
+            "%r gives no leases any more: %s got other memory outside of updating(), and what it offers is "
+            "not the model's; begin another seed",
+            self,
+            quote(moved),
+        )
+        # Not by who is asked here: others may take their time to hear of it.
+        with contextlib.suppress(RuntimeError):  # no more threads: they hear of it from those that they send
+            threading.Thread(target=self._leave, name="tensorlift-seed-leave", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Under the lock: who lets the memory go when nobody reads it any more."""
+        if self._is_watching:
+            return
+        thread = threading.Thread(target=self._until_nobody_reads, name="tensorlift-seed-held", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads: behind the next lease
+            thread.start()
+            self._is_watching = True
+
+    def _until_nobody_reads(self) -> None:
+        with self._changed:
+            while self._memory.is_held:
+                now = time.monotonic()
+                if self._leases.live(now):
+                    self._changed.wait(self._leases.next_end(now) - now)
+                elif self._is_read():
+                    self._changed.wait(_LINGER_SECONDS)
+                else:
+                    self._memory.let_go()
+            self._is_watching = False
+
+    def _is_read(self) -> bool:
+        """Whether somebody is connected, who may be amid a chunk, with a lease or without."""
+        return self._served.stats()["connections"] > 0
 
     def renew(self, id: str, seconds: float) -> LeaseAnswer:
         """The same for longer; LeaseRefusedError."""
@@ -235,6 +286,8 @@ class Seed:
             with self._changed:
                 self._wait_for_readers(timeout)
                 self._leases.move_on()
+                if not self._is_read():
+                    self._memory.let_go()
                 self._served.set_epoch(self._leases.epoch, False)
                 self._weights = weights or f"{self.instance[:8]}, update {self._leases.epoch}"
                 self._publish({})
@@ -307,11 +360,7 @@ class Seed:
         with self._changed:
             # Before others hear of it, which may take a while.
             self._leases.close()
-        joined = getattr(self, "_joined", None)
-        if joined is not None:
-            joined.close()
-        while self._followers:
-            self._followers.pop().close()
+        self._leave()
         with self._changed:
             self._wait_for_readers(timeout)
         self._http.close()
@@ -319,6 +368,18 @@ class Seed:
         if served is not None:
             served.close()
         self._model, self._named = {}, []
+        with self._changed:
+            self._memory.close()
+            self._changed.notify_all()
+
+    def _leave(self) -> None:
+        """Nobody sends forks here any more."""
+        joined = getattr(self, "_joined", None)
+        if joined is not None:
+            joined.close()
+        with contextlib.suppress(IndexError):  # another thread, or a signal's handler, does the same
+            while True:
+                self._followers.pop().close()
 
     def __repr__(self) -> str:
         """Which weights, and where."""

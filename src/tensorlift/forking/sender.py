@@ -59,7 +59,9 @@ class Sender:
         if lease is not None and not is_ending():
             if tell is not None:
                 tell(peer)
-            self.serve(peer)
+            # It may have been given back meanwhile, and with the last one the memory.
+            if self._is_live(lease):
+                self.serve(peer)
 
     def knows(self, token: str, lease: str) -> bool:
         """Whether a fork of this process may read, which need not prove it over a socket."""
