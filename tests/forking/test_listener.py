@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from support.waiting import SECONDS, until
-from tensorlift.forking import control
+from tensorlift.forking import control, shm
+from tensorlift.forking.client import SeedClient
+from tensorlift.forking.fork import fork_into
 from tensorlift.forking.listener import Listener
 from tensorlift.forking.seed import _MOST_TALKS, Seed
 
@@ -155,6 +157,40 @@ def test_strangers_hold_a_seed_for_a_short_time(monkeypatch: pytest.MonkeyPatch)
         until(drips)
         for one in strangers:
             one.close()
+
+
+@pytest.mark.parametrize("where", ["http", "tcp", "shm"])
+def test_strangers_keep_nobody_out(where: str) -> None:
+    """More than there are places, as often as they are sent away: who is known is served all the same."""
+    found = {"a": torch.zeros(3)}
+    with Seed({"a": torch.ones(3)}, "m", token="secret", transports=["shm", "tcp"]) as seed:
+        offers = {one.kind: one.address for one in SeedClient(seed.url, "secret").manifest().transports}
+        ending, strangers = threading.Event(), list[socket.socket]()
+
+        def connect() -> socket.socket:
+            if where == "shm":
+                peer = socket.socket(socket.AF_UNIX)
+                peer.connect(shm._socket_name(offers["shm"].rpartition(":")[2]))
+                return peer
+            host, _, port = {**offers, "http": seed.url.removeprefix("http://")}[where].rpartition(":")
+            return socket.create_connection((host, int(port)))
+
+        def flood() -> None:
+            while not ending.wait(0.01):
+                strangers.append(connect())
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            until(lambda: len(strangers) > 2 * _MOST_TALKS)
+            for _ in range(3):
+                transports = ["tcp" if where == "http" else where]
+                fork_into(found, seed.url, token="secret", transports=transports)
+        finally:
+            ending.set()
+            thread.join()
+            for one in strangers:
+                one.close()
 
 
 def test_a_second_request_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:

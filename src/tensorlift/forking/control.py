@@ -26,6 +26,7 @@ import io
 import math
 import socket
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,9 +83,9 @@ class StateAnswer(msgspec.Struct):
     epoch: int
 
 
-def talk(peer: socket.socket, seed: Seed) -> None:
-    """One connection, to its end."""
-    _Handler(peer, peer.getpeername(), seed)
+def talk(peer: socket.socket, seed: Seed, known: Callable[[], None] = lambda: None) -> None:
+    """One connection, to its end. ``known``: called when it is no stranger's."""
+    _Handler(peer, peer.getpeername(), seed, known)
 
 
 class _Arriving(io.RawIOBase):
@@ -117,8 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
     # connection.
     disable_nagle_algorithm = True
 
-    def __init__(self, peer: socket.socket, address: Any, seed: Seed) -> None:
-        self.seed = seed
+    def __init__(self, peer: socket.socket, address: Any, seed: Seed, known: Callable[[], None]) -> None:
+        self.seed, self._known = seed, known
         super().__init__(peer, address, None)  # type: ignore[arg-type]
 
     def setup(self) -> None:
@@ -161,6 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.seed.token and is_rebound(self.headers.get("Host", ""), self.seed.url):
             self._send(421, msgspec.json.encode(RefusedAnswer(NOT_BY_NAME)), close=True)
             return
+        self._known()
         try:
             answer()
         except LeaseRefusedError as refused:

@@ -15,6 +15,8 @@ __all__ = ["Listener"]
 
 _HANDSHAKE_SECONDS = 5.0
 _NAP_SECONDS = 0.001
+# For a stranger's thread to end that has to make room.
+_ROOM_SECONDS = 0.5
 
 
 class Listener:
@@ -32,8 +34,8 @@ class Listener:
         most: int,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Listens; accepts from start() on. ``most``: threads at once, more connections are sent away.
-        ``tls``: talked under it.
+        """Listens; accepts from start() on. ``most``: threads at once; for one more the stranger goes that
+        came first, and where all are known() it is sent away itself. ``tls``: talked under it.
 
         ``host``: or a name of Linux's abstract namespace, which begins with a zero byte.
 
@@ -47,6 +49,7 @@ class Listener:
         self._free = threading.BoundedSemaphore(most)
         # Without a lock, which close() would have to take: single operations on a dict need none.
         self._talking: dict[threading.Thread, socket.socket] = {}
+        self._strangers: dict[threading.Thread, None] = {}
         self._socket = _listening(host, port)
         self.address = _name_of(self._socket)
         """host:port, or the name."""
@@ -75,9 +78,7 @@ class Listener:
         self._socket.close()
         talking = dict(self._talking)
         for peer in talking.values():
-            with contextlib.suppress(OSError):
-                # The socket's alone: TLS would be taken away below the thread that talks.
-                socket.socket.shutdown(peer, socket.SHUT_RDWR)
+            _shut(peer)
         _until(lambda: not self._talking)
         for thread in talking if joins else ():
             thread.join()
@@ -96,15 +97,30 @@ class Listener:
             # Closed; or out of descriptors, or a peer that went at once: the next may fare better.
             time.sleep(_NAP_SECONDS if self.is_ending else 50 * _NAP_SECONDS)
             return
-        if not self._free.acquire(blocking=False):
+        if not self._has_room():
             peer.close()
             return
         thread = threading.Thread(target=self._run, args=[peer], name="tensorlift-seed-talk", daemon=True)
         self._talking[thread] = peer
+        self._strangers[thread] = None
         try:
             thread.start()
         except RuntimeError:  # no more threads
             self._done(thread, peer)
+
+    def known(self) -> None:
+        """Who is talked to on this thread makes room for nobody any more."""
+        self._strangers.pop(threading.current_thread(), None)
+
+    def _has_room(self) -> bool:
+        """There is, or the oldest stranger makes it: else some that say nothing would keep all others out."""
+        if self._free.acquire(blocking=False):
+            return True
+        for thread in list(self._strangers)[:1]:
+            self._strangers.pop(thread, None)  # it goes once
+            _shut(self._talking.get(thread))
+            return self._free.acquire(timeout=_ROOM_SECONDS)
+        return False
 
     def _run(self, peer: socket.socket) -> None:
         thread = threading.current_thread()
@@ -133,6 +149,7 @@ class Listener:
 
     def _done(self, thread: threading.Thread, peer: socket.socket) -> None:
         peer.close()
+        self._strangers.pop(thread, None)
         self._free.release()
         self._talking.pop(thread, None)
 
@@ -153,6 +170,14 @@ def _drop_all() -> None:
 
 
 os.register_at_fork(after_in_child=_drop_all)
+
+
+def _shut(peer: socket.socket | None) -> None:
+    """Ends what another thread says to it."""
+    with contextlib.suppress(OSError):
+        if peer is not None:
+            # The socket's alone: TLS would be taken away below the thread that talks.
+            socket.socket.shutdown(peer, socket.SHUT_RDWR)
 
 
 def _until(happens: Callable[[], bool]) -> None:

@@ -109,6 +109,7 @@ class OneSidedServer(TcpServer):
         self._shared.give_back()
 
     def _tell(self, peer: socket.socket) -> None:
+        super()._tell(peer)
         (region,) = _WANTED.unpack(receive(peer, _WANTED.size))
         self.registration.wait(region, _WAIT_SECONDS)
         # First what is known, so that the session has all of it.

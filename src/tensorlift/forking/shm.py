@@ -110,6 +110,7 @@ class ShmServer:
         self._sender.admit(peer, lambda: self._listener.is_ending, self._tell)
 
     def _tell(self, peer: socket.socket) -> None:
+        self._listener.known()
         files: dict[int, int] = {}
         places = []
         for region in self._sender.regions:

@@ -57,6 +57,7 @@ class TcpServer:
 
     def _tell(self, peer: socket.socket) -> None:
         """What a fork is told behind the handshake: nothing."""
+        self._listener.known()
 
 
 class TcpConnection(SocketConnection):
