@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import itertools
 import os
+import resource
 import signal
 import socket
 import sys
@@ -191,6 +192,26 @@ def test_strangers_keep_nobody_out(where: str) -> None:
             thread.join()
             for one in strangers:
                 one.close()
+
+
+def test_strangers_keep_nobody_out_where_descriptors_are_few() -> None:
+    with contextlib.ExitStack() as stack, Seed({"a": torch.ones(3)}, "m") as seed:
+        host, _, port = seed.url.removeprefix("http://").rpartition(":")
+        for _ in range(4):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        other, asking = (stack.enter_context(socket.socket()) for _ in range(2))
+        until(lambda: len(seed._http._talking) == 4)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                stack.callback(os.close, os.dup(0))
+        other.connect((host, int(port)))  # gets the descriptor that who accepts has already
+        asking.settimeout(3)  # less than a stranger is waited for
+        asking.connect((host, int(port)))
+        asking.sendall(b"GET /v1/state HTTP/1.1\r\n\r\n")
+        assert asking.recv(12) == b"HTTP/1.1 200"
 
 
 def test_a_second_request_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:

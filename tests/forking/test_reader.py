@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -247,6 +249,30 @@ def test_each_transport_that_could_not_be_had_is_named(monkeypatch: pytest.Monke
         fork_into(weights(0), seed.url)
     assert "not tcp: " in str(told.value)
     assert "not shm: it has no such engine" in str(told.value)
+
+
+@pytest.mark.parametrize("lacking", [1, 3, 4])
+def test_some_connections_cannot_be_had(monkeypatch: pytest.MonkeyPatch, lacking: int) -> None:
+    """As where descriptors are few: those that can be had bring all, and without any the seed is left."""
+    real, numbers, together = reader.connect, itertools.count(), threading.Barrier(4)
+
+    def connect(*given: Any) -> Any:
+        number = next(numbers)
+        together.wait()
+        if number < lacking:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(*given)
+
+    monkeypatch.setattr(reader, "connect", connect)
+    found = weights(0)
+    with Seed(weights(1), KEY) as seed:
+        if lacking < 4:
+            result = fork_into(found, seed.url, connections=4, chunk_bytes=CHUNK)
+            assert same(found, 1)
+            assert result.left == ()
+        else:
+            with pytest.raises(ForkError, match=f"{seed.url}: .*Too many open files"):
+                fork_into(found, seed.url, connections=4, chunk_bytes=CHUNK)
 
 
 def test_a_lease_outlasts_the_seeds_that_are_asked_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import ssl
@@ -93,9 +94,10 @@ class Listener:
     def _accept_one(self) -> None:
         try:
             peer, _ = self._socket.accept()
-        except OSError:
+        except OSError as error:
             # Closed; or out of descriptors, or a peer that went at once: the next may fare better.
-            time.sleep(_NAP_SECONDS if self.is_ending else 50 * _NAP_SECONDS)
+            is_brief = self.is_ending or (error.errno in (errno.EMFILE, errno.ENFILE) and self._send_away())
+            time.sleep(_NAP_SECONDS if is_brief else 50 * _NAP_SECONDS)
             return
         if not self._has_room():
             peer.close()
@@ -116,10 +118,14 @@ class Listener:
         """There is, or the oldest stranger makes it: else some that say nothing would keep all others out."""
         if self._free.acquire(blocking=False):
             return True
+        return self._send_away() and self._free.acquire(timeout=_ROOM_SECONDS)
+
+    def _send_away(self) -> bool:
+        """The oldest stranger, if there is one; its thread ends soon."""
         for thread in list(self._strangers)[:1]:
             self._strangers.pop(thread, None)  # it goes once
             _shut(self._talking.get(thread))
-            return self._free.acquire(timeout=_ROOM_SECONDS)
+            return True
         return False
 
     def _run(self, peer: socket.socket) -> None:

@@ -54,6 +54,8 @@ class Source:
     connections: list[Connection] = field(default_factory=list)
     idle: int = 0
     """Connections that wait for something to do."""
+    most: int = 0
+    """Connections, without those that could not be had."""
     registering: float = 0.0
     """Seconds until memory was registered, of the connection that took longest."""
     closed_bytes: int = 0
@@ -109,6 +111,8 @@ class Reader:
                 for _ in range(self._connections)
             ]
             self._working = len(threads)
+            for source in self._sources:
+                source.most = self._connections
             _start(threads)
             while self._working:
                 with self._state:
@@ -228,6 +232,8 @@ class Reader:
             try:
                 made = connect(offered, self._token, source.lease, self._patience, kinds, self._wiring)
             except OSError as error:
+                if self._has_others(source):
+                    return
                 # Its kind says what becomes of the seed.
                 raise type(error)("; ".join([str(error), *passed])) from error
             made = made._replace(passed=[*passed, *made.passed])
@@ -242,6 +248,12 @@ class Reader:
             kinds = [offer.kind for offer in offered if offer.kind in behind]
             if not kinds:
                 raise ConnectionRefusedError(f"no transport can be had: {'; '.join(passed)}")
+
+    def _has_others(self, source: Source) -> bool:
+        """Without a connection that cannot be had: they may fare better, and know whether the seed is there."""
+        with self._state:
+            source.most -= 1
+            return source.most > 0
 
     def _pull_by(self, made: Connected, source: Source) -> None:
         connection = made.connection

@@ -120,7 +120,9 @@ class Seed:
         kinds = SERVED if transports is None else transports
         gpu, rank = gpu_of(self._named), self.key.tp[0]
         ways = ways_of(kinds, devices, protocol, limit, rank=rank, gpu=gpu, host=host)
-        self._http = Listener(host, port, lambda peer: talk(peer, self, self._http.known), _MOST_TALKS, encrypted)
+        self._http = Listener(
+            host, port, lambda peer: talk(peer, self, self._http.known), _MOST_TALKS, encrypted
+        )
         try:
             self._served = self._serve(host, ways)
             self._begin(digests, front, join_timeout)
