@@ -141,6 +141,28 @@ def test_there_are_ends_to_what_it_knows(table: Table, monkeypatch: pytest.Monke
     table.report(report(3, "done"))
 
 
+def test_keys_that_forks_ended_with_are_not_counted_without_end(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody withdraws them, so that each new one stayed, in memory and in the file."""
+    monkeypatch.setattr(module, "_MOST_COUNTS", 3)
+    path = tmp_path / "registry.db"
+    table = Table(Store(str(path)), 15, clock)
+    for number in range(5):
+        for state in ("done", "reading"):
+            key = ModelKey(model=f"m{number}")
+            table.report(ForkReport(fork=f"{number:032x}", key=key, state=state))  # type: ignore[arg-type]
+    table.report(ForkReport(fork="0" * 32, key=ModelKey(model="m0"), state="done"))
+    clock.now += 15
+    before = {(ModelKey(model=f"m{number}"), "done"): 2 - bool(number) for number in range(3)}
+    assert table.view().ended == before
+    assert table.view().forks == []
+    table.close()
+    table = Table(Store(str(path)), 15, clock)
+    assert table.view().ended == before
+    table.close()
+
+
 def test_what_is_no_announcement(table: Table) -> None:
     with pytest.raises(RequestError, match="rank 5 of 2"):
         table.announce(announced(1, ModelKey(model="m", pp=(5, 2))))

@@ -104,6 +104,18 @@ def test_what_a_page_may_have_a_browser_post_is_refused(path: str, kind: str) ->
         assert ask(seed, "POST", path, json.dumps(rank).encode(), **{"Content-Type": kind})[0] == 200
 
 
+@pytest.mark.parametrize(("site", "status"), [("cross-site", 415), ("same-site", 415), ("none", 200)])
+def test_what_a_page_may_have_a_browser_get_gives_no_lease(
+    site: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's question gives one to who asks; eight images of a page kept all forks out for a minute."""
+    path = "/get_remote_instance_transfer_engine_info?rank=0"
+    monkeypatch.setattr(Seed, "sglang", lambda seed, rank: {"epoch": seed.grant(60.0).epoch, "rank": rank})
+    with Seed(model(), KEY) as seed:
+        assert ask(seed, "GET", path, **{"Sec-Fetch-Site": site})[0] == status
+        assert seed.stats()["granted_leases"] == (status == 200)
+
+
 def test_what_is_wrong_with_a_request() -> None:
     with Seed(model(), KEY) as seed:
         assert ask(seed, "GET", "/v2/manifest")[0] == 404

@@ -37,6 +37,8 @@ from tensorlift.forking.manifest import ModelKey
 __all__ = ["Table"]
 
 _MOST_SEEDS = _MOST_FORKS = 20_000
+# Of keys, three for each: nobody withdraws them, and each is a line of the metrics.
+_MOST_COUNTS = 60_000
 
 
 class _Known(msgspec.Struct):
@@ -132,7 +134,8 @@ class Table:
             self._forget()
             seconds = lease_seconds(len(self._forks), self._least)
             if fork.has_ended:
-                self._store.count(fork.key, fork.state)
+                if self._is_counted(fork.key, fork.state):
+                    self._store.count(fork.key, fork.state)
                 self._end(fork, fork.state)
             else:
                 if len(self._forks) >= _MOST_FORKS and fork.fork not in self._forks:
@@ -142,8 +145,13 @@ class Table:
 
     def _end(self, fork: ForkReport, state: str) -> None:
         self._forks.pop(fork.fork, None)
-        self._ended[fork.key, state] += 1
+        if self._is_counted(fork.key, state):
+            self._ended[fork.key, state] += 1
         self._recent.appendleft((fork, state))
+
+    def _is_counted(self, key: ModelKey, state: str) -> bool:
+        """Unless too many others are."""
+        return (key, state) in self._ended or len(self._ended) < _MOST_COUNTS
 
     def view(self) -> View:
         """What a page shows."""
@@ -170,5 +178,6 @@ class Table:
             self._drop(id)
         for fork in [fork for fork, until in self._forks.values() if until <= now]:
             with contextlib.suppress(NotWrittenError):
-                self._store.count(fork.key, "lost")
+                if self._is_counted(fork.key, "lost"):
+                    self._store.count(fork.key, "lost")
             self._end(fork, "lost")

@@ -14,8 +14,8 @@
 With a token every request has to have it (Authorization: Bearer), and whoever lacks it is told 401 and
 nothing else. 429: too many readers; 503: weights are being updated; both have a Retry-After. 410: the seed
 ends, or the lease has lapsed; 409: that rank cannot stand behind this URL; 421: asked on loopback by a name,
-without a token, as by a page of somebody else in a browser; 415: a POST that is not application/json, as
-such a page sends too. All six have {"reason", "retry_seconds"} in their body.
+without a token, as by a page of somebody else in a browser; 415: a POST that is not application/json, or
+a GET as SGLang's, as such a page sends too. All six have {"reason", "retry_seconds"} in their body.
 """
 
 from __future__ import annotations
@@ -205,6 +205,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404)
 
     def _sglang(self, rank: int) -> None:
+        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+            # It is given a lease, and a page of somebody else can have a browser ask, for an image say.
+            refused = RefusedAnswer("asked by a page of somebody else")
+            self._send(415, msgspec.json.encode(refused), close=True)
+            return
         found = self.seed.sglang(rank)
         if isinstance(found, str):
             self._send(307, more={"Location": f"{found}{self.path}"})

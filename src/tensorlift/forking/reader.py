@@ -250,7 +250,7 @@ class Reader:
                 raise ConnectionRefusedError(f"no transport can be had: {'; '.join(passed)}")
 
     def _has_others(self, source: Source) -> bool:
-        """Without a connection that cannot be had: they may fare better, and know whether the seed is there."""
+        """Without a connection that cannot be had: they may fare better, and know if the seed is there."""
         with self._state:
             source.most -= 1
             return source.most > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -104,8 +105,8 @@ class Seed:
         token = checked_token(token)
         check_host(host, token, insecure)
         parse_port(port, "port")
-        readers, join_timeout = parse_count(readers, "readers"), parse_seconds(join_timeout, "join_timeout")
-        self.most_readers, self._followers = readers, list[Follower]()
+        self.most_readers, self._followers = parse_count(readers, "readers"), list[Follower]()
+        join_timeout = parse_seconds(join_timeout, "join_timeout")
         self._model, self._named = model, named_tensors(model)
         self._offering, self._places = offer(self._named), places(self._named)
         self._memory, self._is_watching = Holding(self._named), False
@@ -115,14 +116,12 @@ class Seed:
         self._scheme = "http" if encrypted is None else "https"
         self.ranks, front = RankTable(self.key), client_of_front(join, token, ca)
         self.instance, self._process = secrets.token_hex(16), os.getpid()
-        self._leases = Leases(readers, _LONGEST_LEASE)
+        self._leases = Leases(self.most_readers, _LONGEST_LEASE)
         self._changed = threading.Condition()
-        kinds = SERVED if transports is None else transports
-        gpu, rank = gpu_of(self._named), self.key.tp[0]
+        gpu, rank, kinds = gpu_of(self._named), self.key.tp[0], SERVED if transports is None else transports
         ways = ways_of(kinds, devices, protocol, limit, rank=rank, gpu=gpu, host=host)
-        self._http = Listener(
-            host, port, lambda peer: talk(peer, self, self._http.known), _MOST_TALKS, encrypted
-        )
+        told = functools.partial(talk, seed=self, known=lambda: self._http.known())
+        self._http: Listener = Listener(host, port, told, _MOST_TALKS, encrypted)
         try:
             self._served = self._serve(host, ways)
             self._begin(digests, front, join_timeout)
