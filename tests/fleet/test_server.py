@@ -161,6 +161,31 @@ def read_until(peer: socket.socket, wanted: bytes, times: int = 1) -> None:
 NOTHING = b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
+def test_strangers_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they end what is answered: a page that somebody looks at, a connection that is kept."""
+    monkeypatch.setattr(module, "_MOST_STRANGERS", 4)
+    monkeypatch.setattr(module, "_MOST_CONNECTIONS", 12)
+    with serving(token=TOKEN) as server, contextlib.ExitStack() as stack:
+        address, known = server._socket.getsockname(), bearer(TOKEN)
+        page, kept = (http.client.HTTPConnection(*address, timeout=60) for _ in range(2))
+        for one, path in ((page, "/events"), (kept, "/metrics")):
+            stack.callback(one.close)
+            one.request("GET", path, headers=known)
+        shown = stack.enter_context(page.getresponse())
+        assert shown.read1()
+        assert kept.getresponse().read()
+        before = kept.sock
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(address, 60))
+        assert asked(server, "GET", "/metrics", headers=known)[0] == 200
+        assert len(server._strangers) <= 4
+        kept.request("GET", "/metrics", headers=known)
+        assert kept.getresponse().read()
+        assert kept.sock is before
+        RegistryClient(server.url, TOKEN).announce(announced(1))
+        assert shown.read1()
+
+
 def test_who_asks_nothing_whole_behind_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one byte has come of the next head, with which uvicorn's own patience ends."""
     monkeypatch.setattr(module, "_HEAD_SECONDS", 1.0)

@@ -23,11 +23,12 @@ import base64
 import binascii
 import contextlib
 import hmac
+import resource
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 import uvicorn
@@ -66,17 +67,45 @@ _PAGE_SECONDS = 1.0
 # A proxy in between may end what says nothing for long.
 _SILENT_SECONDS = 15.0
 _MOST_CONNECTIONS = 4096
+# Who has not shown that he knows the token; and of the descriptors that this process may have.
+_MOST_STRANGERS, _STRANGERS_SHARE = 256, 1 / 4
 _MOST_PAGES = 64
 _GRACE_SECONDS = 2
 _T = TypeVar("_T")
 
 
+class _Strangers(dict[object, asyncio.Transport]):
+    """Connections that nobody known has asked by, by whose they are. For one more the oldest goes: else some
+    that say nothing would keep all others out.
+    """
+
+    def __init__(self) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = _MOST_STRANGERS
+        if limit > 0:  # else there is none
+            self._most = min(self._most, int(limit * _STRANGERS_SHARE))
+
+    def come(self, whose: object, transport: asyncio.Transport) -> None:
+        """One more."""
+        self[whose] = transport
+        if len(self) > self._most:
+            self.pop(next(iter(self))).close()
+
+
 class _Protocol(H11Protocol):
     """Who connects and asks nothing is sent away, and who asks nothing whole behind an answer."""
 
+    strangers: ClassVar[_Strangers]
+    """Of one server."""
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.strangers.come(self.client, transport)
         self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.strangers.pop(self.client, None)
+        super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         # Before what has been asked already begins.
@@ -153,9 +182,11 @@ class RegistryServer:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         address, port = self._socket.getsockname()[:2]
         self.url = Endpoint("http" if encrypted is None else "https", address, port).url
+        self._strangers = _Strangers()
+        protocol = type("_Protocol", (_Protocol,), {"strangers": self._strangers})
         config = uvicorn.Config(
             self._app(), log_config=None, access_log=False, lifespan="off", ws="none", proxy_headers=False,
-            server_header=False, http=_Protocol, loop="asyncio", limit_concurrency=_MOST_CONNECTIONS,
+            server_header=False, http=protocol, loop="asyncio", limit_concurrency=_MOST_CONNECTIONS,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )  # fmt: skip
         config.load()
@@ -207,6 +238,8 @@ class RegistryServer:
             # Before anything else, so that a stranger does not learn what there is to ask for.
             request = Request(scope)
             answer = app if self._is_known(request) else _stranger()
+            if answer is app:
+                self._strangers.pop(scope["client"], None)
             if not self._token and is_rebound(request.headers.get("host", ""), self.url):
                 answer = _json(421, RefusedAnswer(NOT_BY_NAME))
             await answer(scope, receive, send)
