@@ -74,6 +74,14 @@ def test_an_answer_without_an_end_is_given_up_however_fast_it_comes(said: bytes,
         SeedClient(url, seconds=60).state()
 
 
+@pytest.mark.parametrize("said", [HEAD + b"abc", HEAD, HEAD.replace(b"200 OK", b"503 No") + b"{}"])
+def test_an_answer_that_ends_early(said: bytes) -> None:
+    """Of a seed that ends meanwhile: it was told as one that publishes what is no manifest."""
+    with answering(said) as url, pytest.raises(SeedError, match="ends after .* of its body") as told:
+        SeedClient(url).manifest()
+    assert not told.value.answered
+
+
 def test_who_is_slow_and_works_is_waited_for() -> None:
     """Longer than an answer may take, for as long as bytes come of one that may be long."""
     body = b'{"ranks": []}'.ljust(20_000)
