@@ -8,14 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import torch
 
 from tensorlift.errors import ForkError, ManifestError, RequestError, SeedError
-from tensorlift.forking import http_client, reader
+from tensorlift.forking import http_client, reader, transports
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
-from tensorlift.forking.manifest import ModelKey
+from tensorlift.forking.manifest import Manifest, ModelKey, Offer
 from tensorlift.forking.seed import Seed
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -77,7 +78,7 @@ def test_an_answer_without_an_end_is_given_up_however_fast_it_comes(said: bytes,
 @pytest.mark.parametrize("said", [HEAD + b"abc", HEAD, HEAD.replace(b"200 OK", b"503 No") + b"{}"])
 def test_an_answer_that_ends_early(said: bytes) -> None:
     """Of a seed that ends meanwhile: it was told as one that publishes what is no manifest."""
-    with answering(said) as url, pytest.raises(SeedError, match="ends after .* of its body") as told:
+    with answering(said) as url, pytest.raises(SeedError, match=r"ends after .* of its body") as told:
         SeedClient(url).manifest()
     assert not told.value.answered
 
@@ -242,6 +243,27 @@ def test_who_is_no_seed(said: bytes, error: type[Exception], says: str) -> None:
     assert str(caught.value).startswith(other.url)
     assert says in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_what_a_seed_says_of_its_transports_is_harmless_to_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, told = SeedClient.manifest, dict[str, str]()
+
+    def manifest(client: SeedClient) -> Manifest:
+        offers = (Offer("\x1b[2J\n", "x"), *real(client).transports[:0])
+        return msgspec.structs.replace(real(client), transports=offers, off=told)
+
+    monkeypatch.setattr(SeedClient, "manifest", manifest)
+    for number in range(50):
+        told[f"{number}\x1b[2J"] = "\r\x07" * 2000
+    with Seed({"a": torch.ones(5)}, "m") as seed, pytest.raises(ForkError) as error:
+        fork_into({"a": torch.zeros(5)}, seed.url)
+    assert str(error.value).isprintable()
+    assert r"0\x1b[2J is off there: \r\x07" in str(error.value)
+    assert len(str(error.value)) < 5000
+    with pytest.raises(ConnectionRefusedError, match=r"the seed offers '\\x1b\[2J\\n'"):
+        transports.connect([Offer("\x1b[2J\n", "x")], "", "", 1.0)
 
 
 def test_a_manifest_that_is_none() -> None:

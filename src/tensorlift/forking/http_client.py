@@ -126,7 +126,9 @@ class HttpClient:
             answer = connection.getresponse()
             found = answer.read(longest + 1)
             if answer.length and len(found) <= longest:
-                raise ConnectionAbortedError(f"the answer ends after {plural(len(found), 'byte')} of its body")
+                raise ConnectionAbortedError(
+                    f"the answer ends after {plural(len(found), 'byte')} of its body"
+                )
         except ssl.SSLCertVerificationError as error:
             raise SeedError(
                 f"{self.url} shows a certificate that is not trusted here: {clean(error.verify_message)}; "

@@ -40,6 +40,7 @@ from tensorlift.forking.sender import Sender
 from tensorlift.forking.tables import receive_table, send_table
 from tensorlift.forking.tcp import TcpServer, connected
 from tensorlift.format.bounds import Count
+from tensorlift.format.quoting import quote
 
 __all__ = ["OneSidedConnection", "OneSidedServer", "check_there"]
 
@@ -154,7 +155,7 @@ class OneSidedConnection(SocketConnection):
     def how(self) -> str:
         """What the engines move bytes by."""
         ours, theirs = self._shared.fabric.how, self._table.how
-        return ours if ours == theirs else f"{ours}, the seed {theirs}"
+        return ours if ours == theirs else f"{ours}, the seed {quote(theirs)[1:-1]}"
 
     def fetch(
         self,
@@ -263,7 +264,7 @@ class OneSidedConnection(SocketConnection):
 
 def _sound(table: _Table) -> _Table:
     if table.problem:
-        raise FabricError(f"the seed cannot register all of its memory: {table.problem}")
+        raise FabricError(f"the seed cannot register all of its memory: {quote(table.problem, 300)[1:-1]}")
     return table
 
 

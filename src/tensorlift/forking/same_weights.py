@@ -11,9 +11,11 @@ from tensorlift.forking.keys import told_key
 from tensorlift.forking.manifest import Layout, Manifest, ModelKey, differences
 from tensorlift.forking.offering import Offering
 from tensorlift.forking.reader import Source
+from tensorlift.format.quoting import quote, some_of
 
 __all__ = ["Wanted", "alike", "check_key", "sources_of"]
 
+_SHOWN = 8
 _UNLIKE = "it has other weights than the first seed, or has them in other regions"
 _UNNAMED = ', or neither says a version: give seeds of the same weights the same weights=, such as "v1"'
 
@@ -103,9 +105,11 @@ def _check(client: SeedClient, manifest: Manifest, wanted: Wanted, layouts: Sequ
             "(before or after processing), and the module itself, not its state_dict()"
         )
     if not any(offer.kind in wanted.kinds for offer in manifest.transports):
-        off = "".join(f"; {kind} is off there: {why}" for kind, why in manifest.off.items())
+        shown = [(quote(kind)[1:-1], quote(why, 300)[1:-1]) for kind, why in manifest.off.items()]
+        off = [f"; {kind} is off there: {why}" for kind, why in shown]
         raise ForkError(
-            f"{client.url} offers no transport that this fork takes: {', '.join(wanted.kinds)}{off}"
+            f"{client.url} offers no transport that this fork takes: {', '.join(wanted.kinds)}"
+            + some_of(off, _SHOWN, between="")
         )
 
 

@@ -20,6 +20,7 @@ from tensorlift.forking.one_sided import OneSidedConnection, OneSidedServer, che
 from tensorlift.forking.sender import Sender
 from tensorlift.forking.shm import ShmConnection, ShmServer
 from tensorlift.forking.tcp import TcpConnection, TcpServer
+from tensorlift.format.quoting import quote, some_of
 
 __all__ = [
     "FORKED",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("tensorlift")
+_SHOWN = 8
 
 TRANSPORTS = ("memory", "shm", *ONE_SIDED, "tcp")
 """The best first. memory is for tests: both in one process."""
@@ -249,5 +251,5 @@ def connect(
             passed.append(f"not {kind}: {error}")
             continue
         return Connected(made, kind, passed)
-    why = "; ".join(passed) or f"the seed offers {', '.join(addresses) or 'none'}"
+    why = "; ".join(passed) or f"the seed offers {some_of(list(addresses), _SHOWN, quote) or 'none'}"
     raise ConnectionRefusedError(f"no transport can be had: {why}")

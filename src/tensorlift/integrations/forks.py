@@ -21,6 +21,7 @@ from tensorlift.errors import ForkError
 from tensorlift.forking.fork import Forked
 from tensorlift.forking.keys import told_key
 from tensorlift.forking.manifest import ModelKey
+from tensorlift.format.quoting import quote
 from tensorlift.integrations.settings import LOAD_FORMAT, Settings
 from tensorlift.integrations.state import State
 from tensorlift.integrations.weights import rank
@@ -131,7 +132,7 @@ def _free() -> None:
 def _summary(came: Forked, what: str) -> str:
     rate = came.bytes / came.seconds if came.seconds else 0.0
     sources = "; ".join(f"{url} ({came.transports.get(url, '')})" for url in came.by_source)
-    version = f", version {came.weights}" if came.weights else ""
+    version = f", version {quote(came.weights)[1:-1]}" if came.weights else ""
     left = f"; left behind: {'; '.join(came.left)}" if came.left else ""
     return (
         f"{LOAD_FORMAT}: rank {rank()}: forked {came.bytes} bytes ({human_bytes(came.bytes)}){what}"
@@ -197,6 +198,6 @@ def _decide(raw: Sequence[bytes]) -> bytes:
         if one.why:
             return f"{one.who}: {one.why}".encode()
     if len({one.weights for one in said}) > 1:
-        versions = ", ".join(f"{one.who} {one.weights or 'that of the files'}" for one in said)
+        versions = ", ".join(f"{one.who} {quote(one.weights)[1:-1] or 'that of the files'}" for one in said)
         return f"the weights were updated meanwhile, and ranks have several versions: {versions}".encode()
     return b""
