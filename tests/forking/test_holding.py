@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -129,7 +130,7 @@ def at_the_same_address(tensor: torch.nn.Parameter) -> None:
 @pytest.mark.parametrize("change", [resized, elsewhere, at_the_same_address])
 def test_what_is_other_memory(change: Callable[[Any], None]) -> None:
     model = torch.nn.Linear(3, 3)
-    holding = Holding(named_tensors(model))
+    holding = Holding(named_tensors(model), threading.Condition(), lambda: 0.0)
     assert holding.hold() == ""
     assert holding.is_held
     holding.let_go()

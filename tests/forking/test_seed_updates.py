@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 
 import tensorlift.forking.seed as module
 from support import leaks
-from tensorlift.errors import OptionError, RequestError, SeedError
+from support.waiting import SECONDS, until
+from tensorlift.errors import ForkError, OptionError, RequestError, SeedError
 from tensorlift.forking.client import SeedClient
 from tensorlift.forking.fork import fork_into
 from tensorlift.forking.manifest import ModelKey
@@ -180,3 +183,24 @@ def test_an_update_behind_which_a_mapping_has_something_else(seed: Seed) -> None
     with seed.updating(timeout=0):
         seed._model["t0"] = "nothing"  # type: ignore[index]
     assert reads(seed)
+
+
+def test_a_signals_handler_ends_the_seed_amid_what_its_thread_does_with_it(seed: Seed) -> None:
+    """Who is asked then waits for the lock of the thread that is interrupted, and the handler for him."""
+
+    def ask() -> None:
+        with contextlib.suppress(ForkError):
+            reads(seed)
+
+    def interrupted() -> None:
+        with seed._changed:
+            asking.start()
+            until(lambda: bool(seed._http._talking))
+            seed.close()
+
+    asking = threading.Thread(target=ask, daemon=True)
+    ending = threading.Thread(target=interrupted, daemon=True)
+    ending.start()
+    ending.join(SECONDS)
+    assert not ending.is_alive()
+    asking.join(SECONDS)

@@ -8,7 +8,9 @@ other storage has its identity, whatever torch's allocator puts where it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,10 +21,13 @@ __all__ = ["Holding"]
 
 
 class Holding:
-    """Of tensors that can be offered. No lock of its own."""
+    """Of tensors that can be offered. Under the lock that it is given, but for close()."""
 
-    def __init__(self, named: Sequence[Named]) -> None:
-        """Holds nothing yet."""
+    def __init__(
+        self, named: Sequence[Named], changed: threading.Condition, reading: Callable[[], float]
+    ) -> None:
+        """Holds nothing yet. ``reading``: asked under the lock how long somebody reads at least."""
+        self._changed, self._reading, self._is_watching = changed, reading, False
         storages = [one.tensor.untyped_storage() for one in named]
         self._known = [
             (one.name, one.tensor, one.tensor.data_ptr(), storage._cdata)
@@ -48,10 +53,27 @@ class Holding:
         self._held = found
         return ""
 
+    def watch(self) -> None:
+        """Lets go by itself when nobody reads any more; until then a thread sleeps."""
+        if self._is_watching:
+            return
+        thread = threading.Thread(target=self._until_nobody_reads, name="tensorlift-seed-held", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads: behind the next lease
+            thread.start()
+            self._is_watching = True
+
+    def _until_nobody_reads(self) -> None:
+        with self._changed:
+            while self._held and (seconds := self._reading()):
+                self._changed.wait(seconds)
+            self._held, self._is_watching = [], False
+
     def let_go(self) -> None:
         """What tensors do not have any more may be freed."""
         self._held = []
 
     def close(self) -> None:
         """Of no tensor any more."""
-        self._held, self._known, self._weak = [], [], []
+        with self._changed:
+            self._held, self._known, self._weak = [], [], []
+            self._changed.notify_all()

@@ -109,7 +109,8 @@ class Seed:
         join_timeout = parse_seconds(join_timeout, "join_timeout")
         self._model, self._named = model, named_tensors(model)
         self._offering, self._places = offer(self._named), places(self._named)
-        self._memory, self._is_watching = Holding(self._named), False
+        self._changed, self._is_ending = threading.Condition(), False
+        self._memory = Holding(self._named, self._changed, self._reading)
         settle(self._named)
         self.token, self.key, self._weights = token, checked_key(key), checked_weights(weights)
         encrypted = seed_context(tls)
@@ -117,7 +118,6 @@ class Seed:
         self.ranks, front = RankTable(self.key), client_of_front(join, token, ca)
         self.instance, self._process = secrets.token_hex(16), os.getpid()
         self._leases = Leases(self.most_readers, _LONGEST_LEASE)
-        self._changed = threading.Condition()
         gpu, rank, kinds = gpu_of(self._named), self.key.tp[0], SERVED if transports is None else transports
         ways = ways_of(kinds, devices, protocol, limit, rank=rank, gpu=gpu, host=host)
         told = functools.partial(talk, seed=self, known=lambda: self._http.known())
@@ -195,24 +195,24 @@ class Seed:
 
     def manifest(self) -> bytes:
         """Of this epoch, compressed."""
-        with self._changed:
+        with self._asked():
             return self._manifest
 
     def state(self) -> StateAnswer:
         """Instance and epoch now."""
-        with self._changed:
+        with self._asked():
             return StateAnswer(self.instance, self._leases.epoch)
 
     def grant(self, seconds: float) -> LeaseAnswer:
         """A lease; LeaseRefusedError."""
-        with self._changed:
+        with self._asked():
             now = time.monotonic()
             lease = self._leases.grant(seconds, now)
             if moved := self._memory.hold():
                 self._leases.release(lease.id)
                 self._retire(moved)
                 raise LeaseRefusedError("moved")
-            self._watch()
+            self._memory.watch()
         self._tell()
         return _told(lease, now)
 
@@ -229,46 +229,41 @@ class Seed:
         with contextlib.suppress(RuntimeError):  # no more threads: they hear of it from those that they send
             threading.Thread(target=self._leave, name="tensorlift-seed-leave", daemon=True).start()
 
-    def _watch(self) -> None:
-        """Under the lock: who lets the memory go when nobody reads it any more."""
-        if self._is_watching:
-            return
-        thread = threading.Thread(target=self._until_nobody_reads, name="tensorlift-seed-held", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no more threads: behind the next lease
-            thread.start()
-            self._is_watching = True
+    def _reading(self) -> float:
+        """Under the lock: seconds that somebody reads at least, with a lease or without; 0: nobody does."""
+        now = time.monotonic()
+        if self._leases.live(now):
+            return self._leases.next_end(now) - now
+        return _LINGER_SECONDS if self._served.stats()["connections"] else 0.0
 
-    def _until_nobody_reads(self) -> None:
-        with self._changed:
-            while self._memory.is_held:
-                now = time.monotonic()
-                if self._leases.live(now):
-                    self._changed.wait(self._leases.next_end(now) - now)
-                elif self._is_read():
-                    self._changed.wait(_LINGER_SECONDS)
-                else:
-                    self._memory.let_go()
-            self._is_watching = False
-
-    def _is_read(self) -> bool:
-        """Whether somebody is connected, who may be amid a chunk, with a lease or without."""
-        return self._served.stats()["connections"] > 0
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        """The lock, for who is asked by others: not waited for in vain where a signal's handler ends this
+        seed on the thread that has it. ConnectionAbortedError then.
+        """
+        while not self._changed.acquire(timeout=_LINGER_SECONDS):
+            if self._is_ending:
+                raise ConnectionAbortedError("the seed ends")
+        try:
+            yield
+        finally:
+            self._changed.release()
 
     def renew(self, id: str, seconds: float) -> LeaseAnswer:
         """The same for longer; LeaseRefusedError."""
-        with self._changed:
+        with self._asked():
             now = time.monotonic()
             return _told(self._leases.renew(id, seconds, now), now)
 
     def release(self, id: str) -> None:
         """A reader is through."""
-        with self._changed:
+        with self._asked():
             self._leases.release(id)
             self._changed.notify_all()
         self._tell()
 
     def _is_live(self, id: str) -> bool:
-        with self._changed:
+        with self._asked():
             return self._leases.holds(id, time.monotonic())
 
     @contextlib.contextmanager
@@ -287,7 +282,7 @@ class Seed:
             with self._changed:
                 self._wait_for_readers(timeout)
                 self._leases.move_on()
-                if not self._is_read():
+                if not self._reading():
                     self._memory.let_go()
                 self._served.set_epoch(self._leases.epoch, False)
                 self._weights = weights or f"{self.instance[:8]}, update {self._leases.epoch}"
@@ -340,7 +335,7 @@ class Seed:
 
     def stats(self) -> dict[str, int]:
         """epoch and readers now, leases granted and refused, and what transports count: Sender.stats()."""
-        with self._changed:
+        with self._asked():
             leases = {
                 "epoch": self._leases.epoch,
                 "readers": self._leases.live(time.monotonic()),
@@ -357,7 +352,7 @@ class Seed:
         if os.getpid() != self._process:
             # A child has copies of sockets and of locks: to end what they are of is the parent's.
             return
-        timeout = _checked_wait(timeout)
+        timeout, self._is_ending = _checked_wait(timeout), True
         with self._changed:
             # Before others hear of it, which may take a while.
             self._leases.close()
@@ -369,9 +364,7 @@ class Seed:
         if served is not None:
             served.close()
         self._model, self._named = {}, []
-        with self._changed:
-            self._memory.close()
-            self._changed.notify_all()
+        self._memory.close()
 
     def _leave(self) -> None:
         """Nobody sends forks here any more."""
