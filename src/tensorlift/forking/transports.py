@@ -251,5 +251,6 @@ def connect(
             passed.append(f"not {kind}: {error}")
             continue
         return Connected(made, kind, passed)
-    why = "; ".join(passed) or f"the seed offers {some_of(list(addresses), _SHOWN, quote) or 'none'}"
+    offered = some_of([quote(kind)[1:-1] for kind in addresses], _SHOWN) or "none"
+    why = "; ".join(passed) or f"the seed offers {offered}"
     raise ConnectionRefusedError(f"no transport can be had: {why}")
