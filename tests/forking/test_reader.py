@@ -251,6 +251,20 @@ def test_each_transport_that_could_not_be_had_is_named(monkeypatch: pytest.Monke
     assert "not shm: it has no such engine" in str(told.value)
 
 
+def test_progress_is_told_however_soon_all_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, told = reader._start, list[int]()
+
+    def start(threads: Any) -> None:
+        real(threads)
+        for thread in threads:
+            thread.join()
+
+    monkeypatch.setattr(reader, "_start", start)
+    with Seed(weights(1), KEY) as seed:
+        fork_into(weights(0), seed.url, progress=lambda done, total: told.append(done))
+    assert told == [240_000]
+
+
 @pytest.mark.parametrize("lacking", [1, 3, 4])
 def test_some_connections_cannot_be_had(monkeypatch: pytest.MonkeyPatch, lacking: int) -> None:
     """As where descriptors are few: those that can be had bring all, and without any the seed is left."""

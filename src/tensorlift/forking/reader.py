@@ -114,9 +114,11 @@ class Reader:
             for source in self._sources:
                 source.most = self._connections
             _start(threads)
-            while self._working:
+            is_over = not threads
+            # Told once at least, however soon all of them are through.
+            while not is_over:
                 with self._state:
-                    self._state.wait_for(lambda: not self._working, 0.2)
+                    is_over = self._state.wait_for(lambda: not self._working, 0.2)
                 tick(self.queue.bytes_by_source())
                 self._renew()
                 self._watch()
