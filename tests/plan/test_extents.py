@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorlift.plan.extents import Extents, merge_extents, overlapping
+from tensorlift.plan.extents import Extents, merge_extents, overlapping, overlaps_itself
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), max_size=12)
 
@@ -42,3 +42,10 @@ def test_overlapping_is_sharing_a_byte(ranges: list[tuple[int, int]]) -> None:
     sets = [set(range(start, start + size)) for start, size in ranges]
     slow = [any(one & other for at, other in enumerate(sets) if at != this) for this, one in enumerate(sets)]
     assert overlapping(extents(ranges)).tolist() == slow
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=4))
+def test_a_strided_tensor_that_overlaps_itself(dims: list[tuple[int, int]]) -> None:
+    shape, strides = [size for size, _ in dims], [stride for _, stride in dims]
+    places = [sum(map(int.__mul__, at, strides)) for at in np.ndindex(*shape)]
+    assert overlaps_itself(shape, strides) == (len(set(places)) < len(places))

@@ -10,7 +10,7 @@ import torch
 
 from support.checkpoints import random_row, write_safetensors
 from tensorlift import sources
-from tensorlift.errors import MismatchError
+from tensorlift.errors import MismatchError, RequestError
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.tensors import destinations
 from tensorlift.tensors.destinations import Destinations, Match, Target
@@ -72,6 +72,39 @@ def test_equal_addresses_on_two_devices_do_not_cross(checkpoint: Checkpoint) -> 
     ]
     crossing = destinations._crossing(targets, checkpoint)
     assert np.flatnonzero(crossing).tolist() == [2, 4]
+
+
+class Mine(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter, Mine])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("strides", [(2, 1), (1, 1), (0, 1), (6, 2), (1, 0)])
+def test_elements_that_share_a_place_are_refused(
+    checkpoint: Checkpoint, strides: tuple[int, int], dtype: torch.dtype, kind: type[torch.Tensor]
+) -> None:
+    """Those beside overwrote each other in silence."""
+    one = torch.zeros(40, dtype=dtype).as_strided((2, 4), strides)
+    one = torch.nn.Parameter(one) if kind is torch.nn.Parameter else one.as_subclass(kind)
+    with pytest.raises(RequestError, match=r"'b' has shape \[2, 4\] and strides .* share one place"):
+        matched({"a": torch.zeros(2, 4), "b": one}, checkpoint)
+
+
+@pytest.mark.parametrize("strides", [(1, 2), (2, 5), (5, 3), (4, 1), (100, 7)])
+def test_strides_that_only_seem_to_overlap_are_filled(
+    checkpoint: Checkpoint, strides: tuple[int, int]
+) -> None:
+    one = torch.zeros(200).as_strided((2, 4), strides)
+    found = matched({"a": one}, checkpoint)
+    assert names(found.targets) == "a"
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about what is a prototype
+def test_a_nested_tensor_is_refused(checkpoint: Checkpoint) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(4), torch.zeros(4)])
+    with pytest.raises(RequestError, match="'a' is nested; load_into fills strided tensors only"):
+        matched({"a": nested}, checkpoint)
 
 
 @pytest.mark.parametrize("inference", [False, True])

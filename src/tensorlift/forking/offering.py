@@ -26,15 +26,17 @@ from tensorlift.forking.manifest import (
 from tensorlift.forking.regions import Blocks, Placed, Regions, regions_by_block, regions_by_storage
 from tensorlift.format.quoting import quote
 from tensorlift.plan.extents import Extents
-from tensorlift.tensors.destinations import beyond_storage
 from tensorlift.tensors.devices import driver_of
 from tensorlift.tensors.memory import pci_address
+from tensorlift.tensors.usable import beyond_storage
+from tensorlift.tensors.writable import first_read_only, read_only
 
 __all__ = [
     "CACHES",
     "Named",
     "Offering",
     "blocks_of",
+    "check_writable",
     "gpu_of",
     "named_tensors",
     "native_device",
@@ -149,6 +151,17 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+def check_writable(tensors: Iterable[Named]) -> None:
+    """Raises RequestError for a tensor that nothing can be written into: the kernel's refusal would be taken
+    for a seed's failure.
+    """
+    here = [one for one in tensors if one.tensor.device.type == "cpu"]
+    addresses = np.array([one.tensor.data_ptr() for one in here], np.uint64)
+    at = first_read_only(addresses, np.array([_nbytes(one.tensor) for one in here], np.int64))
+    if at is not None:
+        raise RequestError(f"{read_only(here[at].name)} Fork into a copy (clone) of it")
+
+
 def gpu_of(tensors: Iterable[Named]) -> str | None:
     """Where the first GPU that holds some is plugged in; None for host memory, or if torch does not say."""
     device = next((named.tensor.device for named in tensors if named.tensor.device.type == "cuda"), None)
@@ -215,6 +228,8 @@ def _problem(tensor: torch.Tensor) -> str | None:
         )
     if tensor.device.type not in ("cpu", "cuda"):
         return f"is on {tensor.device}, which is not supported; move it to the CPU or to a CUDA device"
+    if tensor.is_nested:
+        return "is nested; only strided tensors can be offered"
     if tensor.layout is not torch.strided:
         return f"has layout {tensor.layout}; only strided tensors can be offered"
     if _dtype(tensor) not in ITEM_BYTES:

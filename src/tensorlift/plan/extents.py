@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Extents", "merge_extents", "overlapping"]
+__all__ = ["Extents", "merge_extents", "overlapping", "overlaps_itself"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -56,3 +58,27 @@ def overlapping(extents: Extents) -> npt.NDArray[np.bool_]:
     found[order[1:]] |= behind
     found[order[:-1]] |= ahead
     return found
+
+
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of a strided tensor share one place; strides, in elements, are not negative."""
+    dims = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1)
+    if any(size == 0 for _, size in dims):
+        return False
+    if any(stride == 0 for stride, _ in dims):
+        return True
+    reach, nested = 1, True
+    for stride, size in dims:
+        nested = nested and stride >= reach
+        reach += stride * (size - 1)
+    if nested:
+        return False
+    count = math.prod(size for _, size in dims)
+    if count > reach:
+        return True
+    # Dimensions that are not nested may still miss each other, such as strides 2 and 5: only looking tells.
+    taken = np.zeros(reach, bool)
+    np.lib.stride_tricks.as_strided(taken, [size for _, size in dims], [stride for stride, _ in dims])[
+        ...
+    ] = 1
+    return int(np.count_nonzero(taken)) < count

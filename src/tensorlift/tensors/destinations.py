@@ -25,19 +25,18 @@ import numpy.typing as npt
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from tensorlift.errors import DeviceError, MismatchError, RequestError
+from tensorlift.errors import MismatchError, RequestError
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.quoting import clean
 from tensorlift.plan.extents import Extents, overlapping
-from tensorlift.tensors.devices import check_kind
+from tensorlift.tensors.usable import beyond_storage, check_usable
 from tensorlift.tensors.views import torch_dtype, torch_shape
 
 __all__ = [
     "Destinations",
     "Match",
     "Target",
-    "beyond_storage",
     "check_storage",
     "is_versioned",
     "match",
@@ -244,13 +243,15 @@ def _target(
     plain = _is_plain(tensor)
     ready = plain and tensor.is_contiguous() and (tensor.is_cuda or tensor.is_cpu)
     if not ready:
-        _check_usable(name, tensor)
+        check_usable(name, tensor)
     fits = ready and tensor.dtype is dtype and tensor.shape == shape
     return Target(name, tensor, row, tensor.device, plain, fits, tensor.data_ptr() if plain else 0)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    if tensor.is_nested:
         return False
     keys = _keys_of(tensor)
     return not (keys.has(_CONJUGATED) or keys.has(_NEGATED))
@@ -328,48 +329,11 @@ def reach(target: Target) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def beyond_storage(tensor: torch.Tensor, wanted: int) -> str:
-    """What is wrong with a tensor that spans so many bytes, more than its storage has: "" where nothing is.
-
-    One whose storage was freed or resized, as sharding does, keeps its shape, and what lies behind the
-    storage's end is somebody else's memory, or none.
-    """
-    there = tensor.untyped_storage().nbytes()
-    if not wanted or tensor.storage_offset() * tensor.element_size() + wanted <= there:
-        return ""
-    return (
-        f"has shape {list(tensor.shape)}, which takes {wanted:,} bytes, and its storage has {there:,}: it "
-        "was freed or resized; give the tensor its memory back"
-    )
-
-
 def check_storage(targets: Iterable[Target]) -> None:
     """Raises RequestError for a tensor that is larger than its storage; see beyond_storage()."""
     for target in targets:
         if problem := beyond_storage(target.tensor, reach(target)):
             raise RequestError(f"{target.name!r} {problem} before load_into")
-
-
-def _check_usable(name: str, tensor: torch.Tensor) -> None:
-    if isinstance(tensor, UninitializedTensorMixin):
-        raise RequestError(
-            f"{name!r} has no shape yet; run the model once (or give it shapes) before load_into"
-        )
-    if tensor.is_meta:
-        raise RequestError(
-            f"{name!r} is on the meta device and has no memory to load into; make it real first with "
-            "model.to_empty(device=...), or give what load() returns to model.load_state_dict(assign=True)"
-        )
-    try:
-        check_kind(tensor.device)
-    except DeviceError as error:
-        raise DeviceError(f"{name!r}: {error}") from None
-    if tensor.layout is not torch.strided:
-        raise RequestError(f"{name!r} has layout {tensor.layout}; load_into fills strided tensors only")
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise RequestError(
-            f"{name!r} is expanded: several of its elements share one place; give load_into its own memory"
-        )
 
 
 def _check_shapes(targets: list[Target], checkpoint: Checkpoint) -> None:
