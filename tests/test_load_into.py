@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support import leaks
 from support.checkpoints import Row, random_checkpoint, random_row, write_safetensors
@@ -226,10 +227,36 @@ def test_lazy_expanded_sparse_and_other_devices_are_refused(write: Write) -> Non
     path = write({"weight": values(2, 2)})
     with pytest.raises(RequestError, match="no shape yet"):
         loading.load_into(nn.LazyLinear(2, bias=False), path)
-    with pytest.raises(RequestError, match="expanded"):
+    with pytest.raises(RequestError, match="share one place"):
         loading.load_into({"weight": torch.zeros(2, 1).expand(2, 2)}, path)
     with pytest.raises(RequestError, match="layout"):
         loading.load_into({"weight": torch.zeros(2, 2).to_sparse()}, path)
+
+
+@pytest.mark.parametrize("wrong", [torch.bits8, torch.float4_e2m1fn_x2])
+def test_a_dtype_that_torch_cannot_convert_to_is_refused_first(write: Write, wrong: torch.dtype) -> None:
+    path = write({"a": torch.ones(2), "b": torch.ones(3)})
+    into = {"a": torch.zeros(2), "b": torch.zeros(3, dtype=torch.uint8).view(wrong)}
+    with pytest.raises(
+        DtypeError, match=f"tensor 'b' has dtype F32, which .* not convert .* model's {wrong}"
+    ):
+        loading.load_into(into, path)
+    assert not into["a"].any()
+
+
+def test_a_four_bit_dtype_is_converted_to_none(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", {"a": random_row("F4", [2, 4])})
+    with pytest.raises(DtypeError, match="'a' has dtype F4, which this torch does not convert"):
+        loading.load_into({"a": torch.zeros(2, 2)}, path)
+
+
+def test_a_subclass_that_refuses_a_copy(write: Write) -> None:
+    with FakeTensorMode():
+        fake = torch.zeros(2)
+    with pytest.raises(
+        RequestError, match=r"'a' is a FakeTensor of torch\.float32 that cannot be copied into"
+    ):
+        loading.load_into({"a": fake}, write({"a": torch.ones(2)}))
 
 
 @pytest.mark.parametrize("model", [3, [torch.zeros(1)], {"a": 1}, {1: torch.zeros(1)}, None])
@@ -328,12 +355,12 @@ def test_nothing_to_fill(write: Write) -> None:
 
 
 def test_a_device_that_is_not_supported(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorlift.tensors import destinations
+    from tensorlift.tensors import usable
 
     def refuse(device: object) -> torch.device:
         raise DeviceError(f"device {device} is not supported")
 
-    monkeypatch.setattr(destinations, "check_kind", refuse)
+    monkeypatch.setattr(usable, "check_kind", refuse)
     with pytest.raises(DeviceError, match="'a': device cpu is not supported"):
         loading.load_into({"a": torch.zeros(4)[::2]}, write({"a": values(2)}))
 

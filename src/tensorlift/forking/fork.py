@@ -17,7 +17,7 @@ from tensorlift.forking.fallback import FILES, Fallback, stood_in
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import Manifest, ModelKey
 from tensorlift.forking.matching import Errand, copies_of, errands
-from tensorlift.forking.offering import gpu_of, named_tensors, offer, settle
+from tensorlift.forking.offering import check_writable, gpu_of, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source
 from tensorlift.forking.same_weights import Wanted, sources_of
 from tensorlift.forking.tensor_digests import unlike
@@ -115,6 +115,7 @@ def fork_into(
     begin = time.monotonic()
     connections, patience, chunk_bytes = _checked(connections, patience, chunk_bytes, digests)
     ours = offer(named := named_tensors(model))
+    check_writable(named)
     secret, wanted = checked_token(token), None if key is None else checked_key(key)
     rank = 0 if wanted is None else wanted.tp[0]
     asked = FORKED if transports is None else transports

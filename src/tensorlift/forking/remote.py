@@ -181,7 +181,7 @@ class SeedCheckpoint(Checkpoint):
             room = {name: self._room(name) for name in names}
             self._fork(room, done, told)
             for name, tensor in room.items():
-                copy_into(tensors[name], tensor)
+                copy_into(tensors[name], tensor, name)
             done += self._nbytes(names)
         told(done)
 

@@ -32,7 +32,7 @@ from tensorlift.forking.fork import Forked
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, ModelKey, Tensor, span_bytes
 from tensorlift.forking.mooncake import Mooncake
-from tensorlift.forking.offering import Named, Offering, gpu_of, named_tensors, offer, settle
+from tensorlift.forking.offering import Named, Offering, check_writable, gpu_of, named_tensors, offer, settle
 from tensorlift.forking.sglang_protocol_answer import PATHS
 from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.urls import split_url
@@ -99,6 +99,7 @@ def fork_from_sglang(
     wanted = None if key is None else checked_key(key)
     client = SeedClient(url.removeprefix(_SCHEME), checked_token(token), patience, ca)
     ours = offer(named := named_tensors(model))
+    check_writable(named)
     rank = 0 if wanted is None else wanted.tp[0]
     _, wiring, rate = ways_of(["mooncake"], devices, protocol, limit, rank=rank, gpu=gpu_of(named))
     reading = _Reading(client.url, patience, told, rate or 0)

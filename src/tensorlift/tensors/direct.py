@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from operator import attrgetter
@@ -25,6 +24,7 @@ from tensorlift.stats import LoadStats
 from tensorlift.tensors.destinations import Target, check_storage
 from tensorlift.tensors.memory import Memory
 from tensorlift.tensors.running import Running, Tick
+from tensorlift.tensors.writable import first_read_only, read_only
 
 __all__ = ["Direct", "check_writable"]
 
@@ -155,34 +155,8 @@ def _check_inside(
 def check_writable(
     addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.int64], targets: Sequence[Target]
 ) -> None:
-    """Whether each destination may be written: a read-only map would end the process, not the load."""
-    begins, ends = _writable_maps()
-    if not len(begins):
-        return
-    at = np.maximum(np.searchsorted(begins, addresses, side="right") - 1, 0)
-    outside = (sizes > 0) & ((addresses < begins[at]) | (addresses + sizes.astype(np.uint64) > ends[at]))
-    if outside.any():
-        check_storage([targets[int(np.argmax(outside))]])
-        name = targets[int(np.argmax(outside))].name
-        raise RequestError(
-            f"the memory of {quote(name)} cannot be written: a map of a file that is open for reading only? "
-            "Load into a copy (clone) of it"
-        )
-
-
-def _writable_maps() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Begins and ends of this process's writable memory, ascending; nothing where the kernel does not say."""
-    begins: list[int] = []
-    ends: list[int] = []
-    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            span, access = line.split(maxsplit=2)[:2]
-            if "w" not in access:
-                continue
-            begin, end = (int(part, 16) for part in span.split("-"))
-            if ends and ends[-1] == begin:
-                ends[-1] = end
-            else:
-                begins.append(begin)
-                ends.append(end)
-    return np.array(begins, np.uint64), np.array(ends, np.uint64)
+    """Whether each destination may be written; RequestError."""
+    at = first_read_only(addresses, sizes)
+    if at is not None:
+        check_storage([targets[at]])
+        raise RequestError(f"{read_only(targets[at].name)} Load into a copy (clone) of it")

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tensorlift.errors import MismatchError, TensorNotFoundError
+from tensorlift.errors import DtypeError, MismatchError, RequestError, TensorNotFoundError
+from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint, Names
 from tensorlift.format.quoting import clean, quote, some_of
 from tensorlift.options import LoadOptions
@@ -35,7 +36,7 @@ from tensorlift.tensors.interpreter import collector_paused
 from tensorlift.tensors.moving import FILES, Batches, Movers, Straight
 from tensorlift.tensors.running import Tick, both
 from tensorlift.tensors.transfer import Clock, budget_of, rules_of
-from tensorlift.tensors.views import check_expressible
+from tensorlift.tensors.views import check_expressible, torch_dtype
 
 __all__ = ["ExchangeOf", "Filled", "copy_into", "fill"]
 
@@ -90,7 +91,7 @@ def fill(
         others = None if exchange_of is None else _other_ranks(exchange_of, found, checkpoint, used, options)
         together = others if others is not None and others.rows.any() else None
         with clock.phase("plan"), collector_paused():
-            _check_others(found)
+            _check_others(found, checkpoint)
             targets = _by_device(found.direct)
             if nbytes is None:
                 ranks = 1 if others is None else others.ranks_per_host
@@ -155,17 +156,41 @@ def _other_ranks(
     return others
 
 
-def _check_others(found: Match) -> None:
+def _check_others(found: Match, checkpoint: Checkpoint) -> None:
     """As Direct does for what is written in place: a copy into a read-only map would end the process, and one
-    beyond a storage's end damage its memory.
+    beyond a storage's end damage its memory. And what torch cannot convert is known before a byte is read.
     """
     check_storage((*found.copied, *found.ordered))
+    _check_dtypes((*found.copied, *found.ordered), checkpoint)
     others = [
         target for target in (*found.copied, *found.ordered) if target.plain and target.device.type == "cpu"
     ]
     if others:
         addresses = np.array([target.address for target in others], np.uint64)
         check_writable(addresses, np.array([reach(target) for target in others], np.int64), others)
+
+
+def _check_dtypes(targets: Iterable[Target], checkpoint: Checkpoint) -> None:
+    for target in targets:
+        dtype = dtypes.ALL[int(checkpoint.dtypes[target.row])]
+        ours = torch_dtype(dtype)
+        if target.plain and ours is not None and not _is_converted(ours, target.tensor.dtype):
+            path = checkpoint.shards[int(checkpoint.shard_of[target.row])].path
+            raise DtypeError(
+                f"{clean(path)}: tensor {quote(target.name)} has dtype {dtype.code}, which this torch does "
+                f"not convert to the model's {target.tensor.dtype} (torch {torch.__version__}); make the "
+                "model in the checkpoint's dtype, or leave the tensor out with names="
+            )
+
+
+@functools.cache
+def _is_converted(source: torch.dtype, destination: torch.dtype) -> bool:
+    """Whether torch copies from one dtype into the other: only trying tells."""
+    try:
+        torch.empty(1, dtype=destination).copy_(torch.empty(1, dtype=source))
+    except (NotImplementedError, RuntimeError):
+        return source is destination
+    return True
 
 
 def _make_engines(
@@ -210,7 +235,7 @@ def _copy_others(
         transfer.close_well()
     with clock.phase("hand_out"):
         for target in found.ordered:
-            copy_into(target.tensor, held.pop(target.name))
+            copy_into(target.tensor, held.pop(target.name), target.name)
 
 
 def _asked(names: Names, known: list[str]) -> Callable[[str], bool]:
@@ -288,15 +313,26 @@ def _copy_all(
                 if name in ordered:
                     held[name] = tensor
                 else:
-                    copy_into(by_name[name], tensor)
+                    copy_into(by_name[name], tensor, name)
         del made, tensor
         transfer.finish(batch)
 
 
-def copy_into(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies into a parameter, a buffer or an inference tensor, without autograd knowing of it."""
-    with torch.inference_mode(destination.is_inference()), torch.no_grad():
-        destination.copy_(source)
+def copy_into(destination: torch.Tensor, source: torch.Tensor, name: str) -> None:
+    """Copies into a parameter, a buffer or an inference tensor, without autograd knowing of it.
+
+    Raises RequestError where torch or a subclass refuses, as one does that has no memory of its own.
+    """
+    try:
+        with torch.inference_mode(destination.is_inference()), torch.no_grad():
+            destination.copy_(source)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise RequestError(
+            f"{quote(name)} is a {type(destination).__name__} of {destination.dtype} that cannot be copied "
+            f"into: {clean(str(error))}; give load_into an ordinary tensor"
+        ) from error
 
 
 def _bump_versions(targets: list[Target]) -> None:
