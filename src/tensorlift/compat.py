@@ -31,6 +31,7 @@ from tensorlift.errors import (
     TensorliftError,
 )
 from tensorlift.format import dtypes
+from tensorlift.format.quoting import shown
 from tensorlift.loading import LoadedState, load, load_tensors
 from tensorlift.options import LoadOptions
 from tensorlift.plan.arenas import Rules
@@ -74,9 +75,9 @@ class safe_open:  # noqa: N801 - the name that safetensors gives it
         """Reads and checks the headers."""
 
         def resolve() -> LoadOptions:
-            if framework not in _FRAMEWORKS:
+            if not isinstance(framework, str) or framework not in _FRAMEWORKS:
                 raise OptionError(
-                    f"framework is {framework!r}; expected one of {', '.join(_FRAMEWORKS)}, for torch "
+                    f"framework is {shown(framework)}; expected one of {', '.join(_FRAMEWORKS)}, for torch "
                     "(for another framework convert them, or use safetensors itself)"
                 )
             return LoadOptions.resolve(**options)

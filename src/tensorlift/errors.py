@@ -169,7 +169,7 @@ class DeviceError(RequestError):
 
 
 class DtypeError(RequestError):
-    """A dtype of the format that this torch cannot express."""
+    """A dtype of the format that this torch cannot express, or not convert to the one that is wanted."""
 
 
 class TensorNotFoundError(RequestError, KeyError):

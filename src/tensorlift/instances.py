@@ -18,7 +18,8 @@ from tensorlift.forking.manifest import ModelKey
 from tensorlift.forking.seed import Seed
 from tensorlift.forking.sglang_protocol import fork_from_sglang, is_sglang
 from tensorlift.forking.tokens import token_of
-from tensorlift.options import parse_count, parse_seconds
+from tensorlift.format.quoting import shown
+from tensorlift.options import parse_count, parse_progress, parse_seconds
 from tensorlift.progress import Report, SourceReport, by_source, reporter
 
 __all__ = ["finder_of", "fork", "seed"]
@@ -55,7 +56,7 @@ def seed(
     another seed cannot be joined, OSError where nobody can listen there.
     """
     _check_names("seed", options, seed, Seed)
-    if registry is None and (place, registry_ca) != (None, None):
+    if registry is None and not (place is None and registry_ca is None):
         raise OptionError("place and registry_ca are for a registry, and none was given")
     near, token = near_of(place), _token(token)
     known = None if registry is None else announced_at(registry, checked_token(token), registry_ca)
@@ -94,6 +95,9 @@ def fork(
     """
     fill = fork_from_sglang if isinstance(source, str) and is_sglang(source) else fork_into
     _check_names("fork", options, fork, fill)
+    if callable(source):
+        raise OptionError(f"a fork wants the URL of a seed, or several in a list, not {shown(source)}")
+    progress = None if progress is None else parse_progress(progress, "progress")
     token, keys = _token(token), None if key is None else [checked_key(key)]
     secret, ca = checked_token(token), options.get("ca")
     asked = finder_of(source, registry, keys, secret, ca, place, seeds, wait)
@@ -123,17 +127,16 @@ def finder_of(
     """
     if (source is None) == (registry is None):
         raise OptionError(f"a fork wants either the URL of a seed or a registry: {FORMS}")
+    count, wait = parse_count(seeds, "seeds", MOST_CANDIDATES), parse_seconds(wait, "wait")
     if registry is None:
-        if (place, seeds, wait) != (None, 1, WAIT_SECONDS):
+        if place is not None or (count, wait) != (1, WAIT_SECONDS):
             raise OptionError("place, seeds and wait are for a registry, and none was given")
         return None
     if keys is None:
         raise OptionError(
             "a registry is asked by a key: give key (--key), the name of a model or a whole one"
         )
-    near, wait = near_of(place), parse_seconds(wait, "wait")
-    count = parse_count(seeds, "seeds", MOST_CANDIDATES)
-    return SeedFinder(registry_of(registry, token, ca), keys, near, count, wait)
+    return SeedFinder(registry_of(registry, token, ca), keys, near_of(place), count, wait)
 
 
 def _token(given: str | None) -> str | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,8 +29,8 @@ from tensorlift.distributed import Ranks, join
 from tensorlift.engine.trace import traced
 from tensorlift.errors import OptionError
 from tensorlift.forking.remote import check_options
-from tensorlift.format.checkpoint import Checkpoint, Names
-from tensorlift.options import LoadOptions
+from tensorlift.format.checkpoint import Checkpoint, Names, filters_of
+from tensorlift.options import LoadOptions, parse_switch
 from tensorlift.plan.parts import Asked, Slices
 from tensorlift.progress import finished, reporter, ticker
 from tensorlift.stats import LoadStats, timed
@@ -246,13 +245,13 @@ def load_into(
             raise OptionError(
                 "load_into takes no device: bytes go to where the model is; move the model first"
             )
+        parse_switch(strict, "strict")
         return LoadOptions.resolve(verify=verify, **options)
 
     check_options(path, verify=verify, slices=slices, process_group=process_group, **options)
     ranks, settings = join(process_group, resolve)
     with ranks or contextlib.nullcontext():
-        if names is not None and not (isinstance(names, (str, re.Pattern)) or callable(names)):
-            names = list(names)
+        names = None if names is None else filters_of(names)
         with traced(settings.trace) as trace:
             clock = Clock(trace)
             with clock.phase("headers"):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tensorlift.errors import OptionError
+from tensorlift.format.quoting import shown
 
 __all__ = [
     "BACKENDS",
@@ -24,6 +25,7 @@ __all__ = [
     "LoadOptions",
     "parse_count",
     "parse_port",
+    "parse_progress",
     "parse_rate",
     "parse_seconds",
     "parse_size",
@@ -70,7 +72,7 @@ def parse_size(value: object, name: str) -> int:
             whole, rest = divmod(int(match[1] + digits) * unit, 10 ** len(digits))
             nbytes = None if rest else whole
     if nbytes is None or not 0 < nbytes <= _LARGEST_SIZE:
-        raise OptionError(f"{name} is {value!r}; expected {_SIZE_FORM}")
+        raise OptionError(f"{name} is {shown(value)}; expected {_SIZE_FORM}")
     return nbytes
 
 
@@ -83,14 +85,14 @@ def parse_rate(value: object, name: str) -> int:
         return parse_size(size, name)
     except OptionError:
         form = 'a rate: a size a second, such as "50GB/s"'
-        raise OptionError(f"{name} is {value!r}; expected {form}") from None
+        raise OptionError(f"{name} is {shown(value)}; expected {form}") from None
 
 
 def _parse_read(value: object, name: str) -> int:
     nbytes = parse_size(value, name)
     # O_DIRECT wants offset, length and address in whole blocks; 4096 fits every block device (see statx(2)).
     if nbytes % 4096:
-        raise OptionError(f"{name} is {value!r}; expected a multiple of 4096 bytes, such as 1MiB")
+        raise OptionError(f"{name} is {shown(value)}; expected a multiple of 4096 bytes, such as 1MiB")
     return nbytes
 
 
@@ -100,7 +102,7 @@ def parse_count(value: object, name: str, most: int = _LARGEST_COUNT) -> int:
     if isinstance(value, str) and re.fullmatch(r"\s*\d{1,9}\s*", value):
         number = int(value)
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most:
-        raise OptionError(f"{name} is {value!r}; expected a whole number from 1 to {most}")
+        raise OptionError(f"{name} is {shown(value)}; expected a whole number from 1 to {most}")
     return number
 
 
@@ -108,7 +110,7 @@ def parse_port(value: object, name: str) -> int:
     """A port, or 0 for one that is free; ``name`` is what an OptionError calls it."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 65535:
         raise OptionError(
-            f"{name} is {value!r}; expected a whole number up to 65535, or 0 for one that is free"
+            f"{name} is {shown(value)}; expected a whole number up to 65535, or 0 for one that is free"
         )
     return value
 
@@ -124,9 +126,9 @@ def _parse_backend(value: object, name: str) -> tuple[str, ...]:
         raise OptionError(f"{name} is empty; expected one or several of {known}")
     for part in given:
         if part not in BACKENDS:
-            raise OptionError(f"{name} has {part!r}; the known back ends are {known} (in capitals)")
+            raise OptionError(f"{name} has {shown(part)}; the known back ends are {known} (in capitals)")
     if len(set(given)) < len(given):
-        raise OptionError(f"{name} is {value!r}, which has a back end twice")
+        raise OptionError(f"{name} is {shown(value)}, which has a back end twice")
     return tuple(str(part) for part in given)
 
 
@@ -134,7 +136,7 @@ def _one_of(*words: str) -> Callable[[object, str], str]:
     def parse(value: object, name: str) -> str:
         if isinstance(value, str) and value in words:
             return value
-        raise OptionError(f"{name} is {value!r}; expected one of {', '.join(map(repr, words))}")
+        raise OptionError(f"{name} is {shown(value)}; expected one of {', '.join(map(repr, words))}")
 
     return parse
 
@@ -146,7 +148,7 @@ def parse_seconds(value: object, name: str) -> float:
         with contextlib.suppress(ValueError):
             seconds = float(value)
     if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= _LONGEST:
-        raise OptionError(f"{name} is {value!r}; expected seconds above 0, at most {_LONGEST}")
+        raise OptionError(f"{name} is {shown(value)}; expected seconds above 0, at most {_LONGEST}")
     return float(seconds)
 
 
@@ -156,17 +158,18 @@ def parse_switch(value: object, name: str) -> bool:
         return value
     if isinstance(value, str) and value.strip().lower() in _WORDS:
         return _WORDS[value.strip().lower()]
-    raise OptionError(f"{name} is {value!r}; expected true or false")
+    raise OptionError(f"{name} is {shown(value)}; expected true or false")
 
 
-def _parse_progress(value: object, name: str) -> bool | Progress:
+def parse_progress(value: object, name: str) -> bool | Progress:
+    """True or false, a word for it, or a function; ``name`` is what an OptionError calls it."""
     if isinstance(value, str):
         if value.strip().lower() in _WORDS:
             return _WORDS[value.strip().lower()]
     elif isinstance(value, bool) or callable(value):
         return value
     raise OptionError(
-        f"{name} is {value!r}; expected true, false or a function of (bytes done, bytes in all)"
+        f"{name} is {shown(value)}; expected true, false or a function of (bytes done, bytes in all)"
     )
 
 
@@ -190,7 +193,8 @@ def _parse_verify(value: object, name: str) -> bool | str | Mapping[str, str]:
     if isinstance(path, str) and _is_path(path):
         return path
     raise OptionError(
-        f"{name} is {value!r}; expected true, false, the path of a file of digests, or digests by tensor name"
+        f"{name} is {shown(value)}; expected true, false, the path of a file of digests, or digests by "
+        "tensor name"
     )
 
 
@@ -198,7 +202,7 @@ def _parse_trace(value: object, name: str) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
     if isinstance(path, str) and _is_path(path):
         return path
-    raise OptionError(f"{name} is {value!r}; expected the path of a file to write")
+    raise OptionError(f"{name} is {shown(value)}; expected the path of a file to write")
 
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:
@@ -298,7 +302,7 @@ class LoadOptions:
         "Arenas read ahead of the consumer of open(); one arena, and so the largest tensor, always fits.",
     )
     progress: bool | Progress | None = _setting(  # noqa: RUF009 - makes a field, which is what is wanted
-        _parse_progress,
+        parse_progress,
         "true, false, or a function",
         "false",
         "A bar on stderr, or a function that is called with (bytes done, bytes in all).",

@@ -15,6 +15,7 @@ import msgspec
 import torch.distributed as dist
 
 from tensorlift.errors import RequestError
+from tensorlift.format.quoting import shown
 
 __all__ = ["WORLD", "Members", "Process", "machine", "members_of", "this_process"]
 
@@ -95,7 +96,8 @@ def members_of(process_group: object, *, alone: bool) -> Members | None:
         raise RequestError("process_group: this rank is not in the group; only those that are load with it")
     else:
         raise RequestError(
-            f"process_group is {process_group!r}; expected None, 'world' or a torch.distributed.ProcessGroup"
+            f"process_group is {shown(process_group)}; expected None, 'world' or a "
+            "torch.distributed.ProcessGroup"
         )
     if group.size() == 1 and alone:
         return None

@@ -23,7 +23,8 @@ def seed_context(tls: Tls | None) -> ssl.SSLContext | None:
     try:
         certificates, key = tls
         for path in (certificates, key):
-            open(path, "rb").close()  # ssl does not say which one is not there
+            # ssl does not say which one is not there. A number would be a descriptor, and closed.
+            open(os.fspath(path), "rb").close()
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         # Else a key that is encrypted would have the terminal asked.
         context.load_cert_chain(certificates, key, password="")

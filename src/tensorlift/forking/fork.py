@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from tensorlift.forking.tensor_digests import unlike
 from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.transports import FORKED
 from tensorlift.forking.ways import ways_of
-from tensorlift.format.quoting import plural
+from tensorlift.format.quoting import plural, shown
 from tensorlift.options import parse_count, parse_seconds, parse_size
 from tensorlift.progress import Report, SourceReport, by_source
 
@@ -137,8 +137,8 @@ def fork_into(
 def _checked(
     connections: int, patience: float, chunk_bytes: int | str, digests: str
 ) -> tuple[int, float, int]:
-    if digests not in DIGESTS:
-        raise OptionError(f"digests is {digests!r}; expected one of {', '.join(map(repr, DIGESTS))}")
+    if not isinstance(digests, str) or digests not in DIGESTS:
+        raise OptionError(f"digests is {shown(digests)}; expected one of {', '.join(map(repr, DIGESTS))}")
     return (
         parse_count(connections, "connections", _MOST_CONNECTIONS),
         parse_seconds(patience, "patience"),
@@ -171,7 +171,7 @@ def _finder(urls: str | Sequence[str] | Find, token: str, patience: float, ca: C
 
         return found
     # One that is named twice is one: it would wait for room that it has taken itself.
-    clients = list({one.url: one for one in map(client, [urls] if isinstance(urls, str) else urls)}.values())
+    clients = list({one.url: one for one in map(client, _urls_of(urls))}.values())
     if not clients:
         raise RequestError("there is no seed to fork from; name one: http://host:port")
 
@@ -181,6 +181,15 @@ def _finder(urls: str | Sequence[str] | Find, token: str, patience: float, ca: C
         return clients
 
     return named
+
+
+def _urls_of(urls: object) -> Sequence[str]:
+    """Whether they are URLs is for the clients to say."""
+    if isinstance(urls, str):
+        return [urls]
+    if not isinstance(urls, Iterable) or isinstance(urls, (bytes, bytearray, Mapping)):
+        raise RequestError(f"{shown(urls)} is no URL of a seed, http://host:port, and no list of them")
+    return list(urls)
 
 
 def _filled(

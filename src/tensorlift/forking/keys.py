@@ -8,12 +8,13 @@ import msgspec
 
 from tensorlift.errors import OptionError, RequestError
 from tensorlift.forking.manifest import LONGEST_NAME, SPLITS, ModelKey, is_sendable, rank_problem
-from tensorlift.format.quoting import clean, quote, some_of
+from tensorlift.format.quoting import clean, quote, shown, some_of
 
 __all__ = [
     "LOOPBACK",
     "check_host",
     "checked_key",
+    "checked_texts",
     "checked_token",
     "checked_weights",
     "key_of",
@@ -27,6 +28,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 def check_host(host: str, token: str, insecure: bool, what: str = "seed") -> None:
     """Raises RequestError for an address that others reach, without a token."""
+    if not isinstance(host, str):
+        raise OptionError(f"host is {shown(host)}; expected a name or an address, such as 127.0.0.1")
     if host not in LOOPBACK and not token and not insecure:
         raise RequestError(
             f"a {what} on {host} is open to whoever reaches it: give a token, or say insecure=True "
@@ -48,6 +51,16 @@ def checked_key(key: object) -> ModelKey:
     if problem := rank_problem(made):
         raise OptionError(f"key has {problem}; ranks count from 0")
     return made
+
+
+def checked_texts(value: object, name: str, expected: str) -> tuple[str, ...]:
+    """Several texts, of a list or anything like it. Raises OptionError, also for one text alone."""
+    given: object = value
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping)):
+        given = list(value)
+        if all(isinstance(one, str) for one in given):
+            return tuple(given)
+    raise OptionError(f"{name} is {shown(given)}; expected {expected}, in a list")
 
 
 def key_of(fields: Mapping[str, object]) -> ModelKey:

@@ -21,8 +21,9 @@ from tensorlift.forking.mooncake import DEVICE_VARIABLE, device_asked, protocol_
 from tensorlift.forking.topology import Gpu, Link, Nic, Tree, tree_here
 from tensorlift.format.quoting import plural, quote
 
-__all__ = ["Choice", "check_protocol", "choose", "chosen", "custom_topology"]
+__all__ = ["DEVICES_FORM", "Choice", "check_protocol", "choose", "chosen", "custom_topology"]
 
+DEVICES_FORM = 'names of NICs, such as ["mlx5_8"], or all but some: ["^mlx5_0"]'
 _CUSTOM = "MC_CUSTOM_TOPO_JSON"
 _PROTOCOLS = {"mooncake": mooncake.PROTOCOLS, "nixl": nixl.PROTOCOLS}
 _log = logging.getLogger("tensorlift")
@@ -119,14 +120,15 @@ def _checked(devices: Sequence[str] | None, tree: Tree) -> tuple[tuple[Nic, ...]
     """(NICs that were named, names to leave out)."""
     if not devices:
         return (), frozenset()
-    form = 'names of NICs, such as ["mlx5_8"], or all but some: ["^mlx5_0"]'
     if isinstance(devices, str) or not all(
         isinstance(name, str) and NAME.fullmatch(name.removeprefix("^")) for name in devices
     ):
-        raise OptionError(f"devices is {devices!r}; expected {form}, in a list")
+        raise OptionError(f"devices is {devices!r}; expected {DEVICES_FORM}, in a list")
     without = frozenset(name[1:] for name in devices if name.startswith("^"))
     if without and len(without) < len(set(devices)):
-        raise OptionError(f"devices is {list(devices)!r}, which has names and exclusions; expected {form}")
+        raise OptionError(
+            f"devices is {list(devices)!r}, which has names and exclusions; expected {DEVICES_FORM}"
+        )
     there = {nic.name: nic for nic in (*tree.interfaces, *tree.nics)}
     known = {nic.name for nic in tree.nics} if without else set(there)
     names = list(dict.fromkeys(without or devices))

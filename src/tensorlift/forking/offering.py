@@ -24,7 +24,7 @@ from tensorlift.forking.manifest import (
     span_bytes,
 )
 from tensorlift.forking.regions import Blocks, Placed, Regions, regions_by_block, regions_by_storage
-from tensorlift.format.quoting import quote
+from tensorlift.format.quoting import quote, shown
 from tensorlift.plan.extents import Extents
 from tensorlift.tensors.devices import driver_of
 from tensorlift.tensors.memory import pci_address
@@ -90,7 +90,7 @@ def named_tensors(model: object) -> list[Named]:
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
                 raise RequestError(
                     "seed and fork take a torch.nn.Module or a dict of names and tensors; under "
-                    f"{name!r} is a {type(value).__name__}"
+                    f"{shown(name)} is a {type(value).__name__}"
                 )
         found = [Named(name, tensor, "parameter") for name, tensor in model.items()]
     else:

@@ -31,7 +31,7 @@ from tensorlift.forking.tensor_digests import checked_digests, made_digests
 from tensorlift.forking.transports import SERVED, Served
 from tensorlift.forking.ways import Ways, ways_of
 from tensorlift.format.quoting import quote
-from tensorlift.options import parse_count, parse_port, parse_seconds
+from tensorlift.options import parse_count, parse_port, parse_seconds, parse_switch
 
 __all__ = ["Follower", "Seed"]
 
@@ -103,7 +103,7 @@ class Seed:
         OptionError, SeedError where it cannot join, OSError where nobody can listen there.
         """
         token = checked_token(token)
-        check_host(host, token, insecure)
+        check_host(host, token, parse_switch(insecure, "insecure"))
         parse_port(port, "port")
         self.most_readers, self._followers = parse_count(readers, "readers"), list[Follower]()
         join_timeout = parse_seconds(join_timeout, "join_timeout")

@@ -29,7 +29,7 @@ from tensorlift.forking.encryption import Ca
 from tensorlift.forking.fabrics import MOST_ENTRIES, FabricError, Part, Shared, Wiring
 from tensorlift.forking.fallback import Fallback, stood_in
 from tensorlift.forking.fork import Forked
-from tensorlift.forking.keys import checked_key, checked_token
+from tensorlift.forking.keys import checked_key, checked_texts, checked_token
 from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, ModelKey, Tensor, span_bytes
 from tensorlift.forking.mooncake import Mooncake
 from tensorlift.forking.offering import Named, Offering, check_writable, gpu_of, named_tensors, offer, settle
@@ -38,7 +38,7 @@ from tensorlift.forking.throttle import Pacer
 from tensorlift.forking.urls import split_url
 from tensorlift.forking.ways import ways_of
 from tensorlift.format.bounds import MOST_PARTS, Count, is_too_much
-from tensorlift.format.quoting import plural, quote, some_of
+from tensorlift.format.quoting import plural, quote, shown, some_of
 from tensorlift.options import parse_seconds
 from tensorlift.progress import Report, SourceReport, by_source
 from tensorlift.tensors.destinations import tensors_of
@@ -93,8 +93,8 @@ def fork_from_sglang(
     are left as they are, and named in ``own``; a tensor that the server does not name is a ForkError.
     """
     begin = time.monotonic()
-    if transports is not None and "mooncake" not in transports:
-        raise OptionError(f"transports is {transports!r}; SGLang's protocol has mooncake alone")
+    if transports is not None and "mooncake" not in checked_texts(transports, "transports", "mooncake"):
+        raise OptionError(f"transports is {shown(transports)}; SGLang's protocol has mooncake alone")
     patience, told = parse_seconds(patience, "patience"), by_source(progress)
     wanted = None if key is None else checked_key(key)
     client = SeedClient(url.removeprefix(_SCHEME), checked_token(token), patience, ca)

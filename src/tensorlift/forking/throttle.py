@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from tensorlift.errors import OptionError
+from tensorlift.format.quoting import shown
 from tensorlift.options import parse_rate
 
 __all__ = ["Pacer", "parse_limit"]
@@ -30,17 +31,19 @@ def parse_limit(
     if isinstance(value, str) and (match := _PERCENT.fullmatch(value)):
         share = float(match[1])
         if not 0 < share <= 100:
-            raise OptionError(f"{name} is {value!r}; expected more than 0 % and at most 100 %")
+            raise OptionError(f"{name} is {shown(value)}; expected more than 0 % and at most 100 %")
         whole = device_rate()
         if whole is None:
-            raise OptionError(f'{name} is {value!r}, but {unknown}; give a size a second, such as "2GB/s"')
+            raise OptionError(
+                f'{name} is {shown(value)}, but {unknown}; give a size a second, such as "2GB/s"'
+            )
         return max(1, int(whole * share / 100))
     try:
         return parse_rate(value, name)
     except OptionError:
         raise OptionError(
-            f'{name} is {value!r}; expected a size a second, such as "2GB/s", or a share of the network\'s '
-            'rate, such as "25%"'
+            f'{name} is {shown(value)}; expected a size a second, such as "2GB/s", or a share of the '
+            'network\'s rate, such as "25%"'
         ) from None
 
 

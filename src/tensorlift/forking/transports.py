@@ -14,13 +14,14 @@ from tensorlift.errors import OptionError
 from tensorlift.forking.chunks import Chunk
 from tensorlift.forking.connection import NotHereError
 from tensorlift.forking.fabrics import ANY, FabricError, Wiring
+from tensorlift.forking.keys import checked_texts
 from tensorlift.forking.manifest import ONE_SIDED, Offer
 from tensorlift.forking.memory import MemoryConnection, MemoryServer
 from tensorlift.forking.one_sided import OneSidedConnection, OneSidedServer, check_there
 from tensorlift.forking.sender import Sender
 from tensorlift.forking.shm import ShmConnection, ShmServer
 from tensorlift.forking.tcp import TcpConnection, TcpServer
-from tensorlift.format.quoting import quote, some_of
+from tensorlift.format.quoting import quote, shown, some_of
 
 __all__ = [
     "FORKED",
@@ -108,12 +109,14 @@ def check_transports(kinds: Sequence[str]) -> tuple[str, ...]:
     """These, the best first. Raises OptionError for one that there is not, for none, and for one whose engine
     is not installed.
     """
-    if isinstance(kinds, str) or not kinds or set(kinds) - set(TRANSPORTS):
-        raise OptionError(f"transports is {kinds!r}; expected some of {', '.join(TRANSPORTS)}, in a list")
+    expected = f"some of {', '.join(TRANSPORTS)}"
+    asked = checked_texts(kinds, "transports", expected)
+    if not asked or set(asked) - set(TRANSPORTS):
+        raise OptionError(f"transports is {shown(kinds)}; expected {expected}, in a list")
     for kind in ONE_SIDED:
-        if kind in kinds:
+        if kind in asked:
             check_there(kind)
-    return tuple(kind for kind in TRANSPORTS if kind in kinds)
+    return tuple(kind for kind in TRANSPORTS if kind in asked)
 
 
 class Served:

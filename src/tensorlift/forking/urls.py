@@ -7,7 +7,7 @@ import urllib.parse
 from typing import NamedTuple
 
 from tensorlift.errors import RequestError
-from tensorlift.format.quoting import quote, without_secrets
+from tensorlift.format.quoting import quote, shown, without_secrets
 
 __all__ = ["Endpoint", "followed", "is_rebound", "placed", "reached", "split_url"]
 
@@ -29,6 +29,8 @@ class Endpoint(NamedTuple):
 
 def split_url(url: str) -> Endpoint:
     """Raises RequestError for what is no URL of a seed, and shows no secret of it."""
+    if not isinstance(url, str):
+        raise RequestError(f"{shown(url)} is no URL of a seed; it is a text like http://host:port")
     try:
         parts = urllib.parse.urlsplit(url)
         host, port = parts.hostname, parts.port

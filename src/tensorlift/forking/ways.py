@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tensorlift.errors import OptionError
 from tensorlift.forking.fabrics import Wiring
+from tensorlift.forking.keys import checked_texts
 from tensorlift.forking.network_rate import link_rate
-from tensorlift.forking.nics import chosen
+from tensorlift.forking.nics import DEVICES_FORM, chosen
 from tensorlift.forking.throttle import parse_limit
 from tensorlift.forking.transports import check_transports
+from tensorlift.format.quoting import shown
 
 __all__ = ["Ways", "ways_of"]
 
@@ -39,6 +42,9 @@ def ways_of(
     Raises OptionError.
     """
     kinds = check_transports(transports)
+    devices = None if devices is None else checked_texts(devices, "devices", DEVICES_FORM)
+    if not isinstance(protocol, str):
+        raise OptionError(f'protocol is {shown(protocol)}; expected the name of one, such as "rdma"')
     nics = chosen(devices, kinds, rank, gpu, protocol)
     if host is None:
         rate = parse_limit(limit, "limit", lambda: nics.rate, f"a fork's share is of its NICs: {nics.reason}")

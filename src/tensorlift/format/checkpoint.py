@@ -26,7 +26,7 @@ from tensorlift.format.quoting import clean, plural, quote
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-__all__ = ["Checkpoint", "NameFilter", "Names", "Shard", "check_together", "join", "join_some"]
+__all__ = ["Checkpoint", "NameFilter", "Names", "Shard", "check_together", "filters_of", "join", "join_some"]
 
 NameFilter: TypeAlias = "str | re.Pattern[str] | Callable[[str], bool]"
 """One exact name, glob (with * ? or [), compiled regular expression (of the whole name), or predicate."""
@@ -96,7 +96,7 @@ class Checkpoint:
 
     def index(self, name: str) -> int:
         """The row of a tensor; raises TensorNotFoundError with the names that come close."""
-        row = self._table().get(name)
+        row = self._table().get(name) if isinstance(name, str) else None
         if row is None:
             raise TensorNotFoundError(
                 f"{clean(self.where)}: no tensor {quote(name)} among {len(self.names):,}"
@@ -113,8 +113,7 @@ class Checkpoint:
         """
         if names is None:
             return np.arange(len(self.names), dtype=np.int64)
-        one = isinstance(names, (str, re.Pattern)) or callable(names)
-        filters = _checked([names] if one else names)
+        filters = filters_of(names)
         rows: set[int] = set()
         exact = [f for f in filters if isinstance(f, str) and (f in self or not _is_glob(f))]
         rows.update(self.index(name) for name in exact)
@@ -142,8 +141,10 @@ class Checkpoint:
         return [i for i, name in enumerate(self.names) if wanted(name)]
 
 
-def _checked(names: object) -> list[NameFilter]:
-    """The filters as a list, refused where one of them is none."""
+def filters_of(names: object) -> list[NameFilter]:
+    """One filter or several as a list. Raises RequestError for what is none."""
+    if isinstance(names, (str, re.Pattern)) or callable(names):
+        names = [names]
     if not isinstance(names, Iterable) or isinstance(names, (bytes, bytearray)):
         raise RequestError(
             "names: wanted None, a str, a compiled regular expression, a callable or a list of these, found "

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["clean", "kinds", "plural", "quote", "some_of", "without_secrets"]
+__all__ = ["clean", "kinds", "plural", "quote", "shown", "some_of", "without_secrets"]
 
 Item = TypeVar("Item")
 
@@ -30,6 +30,14 @@ def quote(value: object, longest: int = _LONGEST) -> str:
         text = clean(value[: longest + 1])
         return f"'{text[:longest]}…'" if len(text) > longest else f"'{text}'"
     text = clean(_short_repr(value))
+    return text[:longest] + "…" if len(text) > longest else text
+
+
+def shown(value: object, longest: int = _LONGEST) -> str:
+    """A value that a caller gave, as in Python source and cut; whatever it is, showing it raises nothing."""
+    if isinstance(value, str):
+        return quote(value, longest)
+    text = clean(_repr(value))
     return text[:longest] + "…" if len(text) > longest else text
 
 
@@ -74,8 +82,16 @@ def _short_repr(value: object, depth: int = 3) -> str:
         return "an object" if value else "{}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    return _repr(value)
+
+
+def _repr(value: object) -> str:
+    """repr(), also of what has none."""
     if isinstance(value, int) and value.bit_length() > 256:
         # Turning a number of thousands of digits into text is slow, and Python refuses it from 4,300 digits
         # on.
         return f"an integer of {value.bit_length():,} bits"
-    return repr(value)
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - it is what somebody else has written
+        return f"an object of type {type(value).__name__}"

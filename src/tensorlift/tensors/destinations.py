@@ -28,7 +28,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from tensorlift.errors import MismatchError, RequestError
 from tensorlift.format import dtypes
 from tensorlift.format.checkpoint import Checkpoint
-from tensorlift.format.quoting import clean
+from tensorlift.format.quoting import clean, shown
 from tensorlift.plan.extents import Extents, overlapping
 from tensorlift.tensors.usable import beyond_storage, check_usable
 from tensorlift.tensors.views import torch_dtype, torch_shape
@@ -109,7 +109,8 @@ def tensors_of(model: object) -> dict[str, torch.Tensor]:
         for name, value in model.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
                 raise RequestError(
-                    f"load_into fills a dict of names and tensors; under {name!r} is a {type(value).__name__}"
+                    f"load_into fills a dict of names and tensors; under {shown(name)} is a "
+                    f"{type(value).__name__}"
                 )
     return dict(model)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from tensorlift.errors import DeviceError, DriverError
+from tensorlift.format.quoting import shown
 
 __all__ = ["check_kind", "driver_of", "parse_device"]
 
@@ -20,14 +21,16 @@ def check_kind(device: object) -> torch.device:
     Touches no driver. An int is the index of a CUDA device, as in torch.
     """
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
-        raise DeviceError(f"device is {device!r}; expected a str, an index or a torch.device; {_SUPPORTED}")
+        raise DeviceError(
+            f"device is {shown(device)}; expected a str, an index or a torch.device; {_SUPPORTED}"
+        )
     try:
         parsed = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError as error:
-        raise DeviceError(f"device {device!r} is not one that torch knows; {_SUPPORTED}") from error
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise DeviceError(f"device {shown(device)} is not one that torch knows; {_SUPPORTED}") from error
     if parsed.type not in ("cpu", "cuda"):
         raise DeviceError(
-            f"device {device!r} is not supported; {_SUPPORTED}; load to the CPU and move from there"
+            f"device {shown(device)} is not supported; {_SUPPORTED}; load to the CPU and move from there"
         )
     return parsed
 
@@ -66,12 +69,12 @@ def parse_device(device: object) -> torch.device:
             why = f"torch {torch.__version__} is built without CUDA and ROCm"
             then = "; where there is a GPU, install a torch for it (pytorch.org/get-started)"
         raise DeviceError(
-            f"device {device!r}: there is no CUDA device ({why}); run `tensorlift doctor`{then}"
+            f"device {shown(device)}: there is no CUDA device ({why}); run `tensorlift doctor`{then}"
         )
     with driver_of(parsed):
         index = torch.cuda.current_device() if parsed.index is None else parsed.index
     if index >= count:
         raise DeviceError(
-            f"device {device!r}: no device of index {index}; there are {count}, from 0 to {count - 1}"
+            f"device {shown(device)}: no device of index {index}; there are {count}, from 0 to {count - 1}"
         )
     return torch.device("cuda", index)

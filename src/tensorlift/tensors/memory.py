@@ -317,6 +317,11 @@ def record_stream(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
     For a tensor of this package, whose memory ``tensor.record_stream`` does not know: its whole arena waits,
     once its last tensor is gone, for what the stream holds then. Other tensors are passed on to torch.
     """
+    if not isinstance(tensor, torch.Tensor) or not isinstance(getattr(stream, "cuda_stream", None), int):
+        raise RequestError(
+            f"record_stream takes a tensor and a torch.cuda.Stream, not {type(tensor).__name__} and "
+            f"{type(stream).__name__}"
+        )
     if not abi.library().arena_record_stream(tensor.untyped_storage().data_ptr(), stream.cuda_stream):
         tensor.record_stream(stream)
 

@@ -59,9 +59,9 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     refused as such, and to look at it would take any amount of memory.
     """
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    there = int(tensor.numel())  # where a subclass has no storage to ask
+    there = tensor.numel()  # where a subclass has no storage to ask
     with contextlib.suppress(RuntimeError, NotImplementedError):
-        there = int(tensor.untyped_storage().nbytes()) // tensor.element_size() - tensor.storage_offset()
+        there = tensor.untyped_storage().nbytes() // tensor.element_size() - int(tensor.storage_offset())
     return last < there and overlaps_itself(tensor.shape, tensor.stride())
 
 
