@@ -67,6 +67,8 @@ def test_folders(tmp_path: Path) -> None:
         check_folder(str(tmp_path / "file" / "in"), "--results")
     with pytest.raises(MachineError, match="--results is '/proc/x'"):
         check_folder("/proc/x", "--results")
+    with pytest.raises(MachineError, match="File name too long"):
+        check_folder(str(tmp_path / ("x" * 300)), "--results")
     assert os.listdir(tmp_path) == ["file"]
 
 

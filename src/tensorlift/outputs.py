@@ -72,7 +72,7 @@ def check_folder(path: str, option: str) -> None:
     """The same for a folder that files are written to, and that is made where it is not there."""
     above = os.path.realpath(path)
     try:
-        while not os.path.lexists(above):
+        while not _is_there(above):
             above = os.path.dirname(above)
         if not os.path.isdir(above):
             raise OptionError(
@@ -83,6 +83,15 @@ def check_folder(path: str, option: str) -> None:
         raise MachineError(
             f"{option} is {quote(path, 300)}: cannot be written to: {error.strerror or error}"
         ) from None
+
+
+def _is_there(path: str) -> bool:
+    """OSError where that cannot be asked: a name that is too long can be none later either."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _facts(target: str) -> os.stat_result | None:

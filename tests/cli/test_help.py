@@ -72,6 +72,15 @@ def test_help_lists_exit_codes() -> None:
         (("load", "x", "--repeat", "0"), "repeat"),
         (("show", "x", "--depth", "0"), "depth"),
         (("no-such-verb",), "no-such-verb"),
+        (("load", "x", "--repeat", "9" * 400), "repeat"),
+        (("plan", "x", "--ranks", "9" * 400), "ranks"),
+        (("plan", "x", "--ranks", "2", "--group", "9" * 400), "group"),
+        (("bench", "x", "--runs", "9" * 400), "runs"),
+        (("bench", "x", "--results", ""), "expected a path, and it is empty"),
+        (("bench", "x", "--plot", ""), "expected a path, and it is empty"),
+        (("fork", "http://127.0.0.1:9", "--out", ""), "expected a path, and it is empty"),
+        (("fork", "http://127.0.0.1:9", "--out", "x", "--key", ""), "--key is empty"),
+        (("synth", "", "--like", "llama-3-8b"), "expected a path, and it is empty"),
     ],
 )
 def test_usage_error_is_2_and_on_stderr(arguments: tuple[str, ...], says: str) -> None:

@@ -142,6 +142,9 @@ def test_what_is_refused_before_a_load(
         (("--transports", "tcp,pigeons"), "transports is ['tcp', 'pigeons']; expected some of"),
         (("--devices", "mlx5_0"), "no transport here takes NICs"),
         (("--registry", "http://10.0.0.1:7", "--place", "/"), "place is '/'"),
+        (("--key", ""), "--key is empty"),
+        (("--key", "\udcff"), "key is no ModelKey that can be sent"),
+        (("--readers", "5000"), "--readers is 5000; expected a whole number from 1 to 4096"),
     ):
         code, _, err = run("seed", "nowhere", *wrong)
         assert (code, message in err) == (2, True), (wrong, err)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import EXIT_MACHINE, MOST_SECONDS, data_console, guarded, number
+from tensorlift.cli.console import EXIT_MACHINE, MOST_SECONDS, MOST_TIMES, data_console, guarded, number
 from tensorlift.cli.interrupts import at_once
+from tensorlift.cli.options import a_path
 from tensorlift.errors import RequestError
 from tensorlift.format.quoting import plural
 from tensorlift.outputs import check_folder
@@ -51,12 +52,18 @@ def command(
         "warm",
         help=f"What is in the page cache before each sample: {_CACHES} (as the one before left it).",
     ),
-    runs: int = typer.Option(5, min=1, help="Samples of each loader that count; one more comes first."),
+    runs: int = typer.Option(
+        5, min=1, max=MOST_TIMES, help="Samples of each loader that count; one more comes first."
+    ),
     timeout: float = typer.Option(
         600.0, min=1.0, max=MOST_SECONDS, callback=number, help="Seconds after which a load counts as hung."
     ),
-    plot: Path | None = typer.Option(None, help="Write a bar chart: .png, .svg or .pdf; needs matplotlib."),
-    results: Path | None = typer.Option(None, help="A folder to write the results file to."),
+    plot: Path | None = typer.Option(
+        None, parser=a_path, metavar="PATH", help="Write a bar chart: .png, .svg or .pdf; needs matplotlib."
+    ),
+    results: Path | None = typer.Option(
+        None, parser=a_path, metavar="PATH", help="A folder to write the results file to."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> int:
     """Measure this machine's ceilings, then ours and other loaders in turn, each in its own process."""

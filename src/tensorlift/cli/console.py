@@ -28,6 +28,7 @@ from tensorlift.progress import Report, bar
 __all__ = [
     "EXIT_CODES",
     "MOST_SECONDS",
+    "MOST_TIMES",
     "data_console",
     "exit_code",
     "guarded",
@@ -59,6 +60,8 @@ EXIT_CODES = {
     EXIT_BROKEN_PIPE: "the reader of the output went away",
 }
 
+MOST_TIMES = 1_000_000
+"""Of anything that is counted: ranks, runs."""
 MOST_SECONDS = 1e6
 """More no verb takes: the kernel's and Python's waits overflow not far above."""
 

@@ -14,7 +14,17 @@ import typer
 
 from tensorlift.cli.console import guarded, told
 from tensorlift.cli.interrupts import at_once
-from tensorlift.cli.options import AS_JSON, DEVICES, PLACE, PROGRESS, PROTOCOL, TOKEN_FILE, TRANSPORTS, words
+from tensorlift.cli.options import (
+    AS_JSON,
+    DEVICES,
+    PLACE,
+    PROGRESS,
+    PROTOCOL,
+    TOKEN_FILE,
+    TRANSPORTS,
+    a_path,
+    words,
+)
 from tensorlift.errors import ForkError, OptionError, SeedError
 from tensorlift.fleet.contract import WAIT_SECONDS
 from tensorlift.forking.tokens import token_of
@@ -69,7 +79,9 @@ _LIMIT = typer.Option(
 @guarded
 def command(
     urls: list[str] | None = _URLS,
-    out: Path = typer.Option(..., metavar="DIR", help="The folder to write to; made if it is not there."),
+    out: Path = typer.Option(
+        ..., metavar="DIR", parser=a_path, help="The folder to write to; made if it is not there."
+    ),
     token_file: str | None = TOKEN_FILE,
     ca: Path | None = _CA,
     registry: str | None = _REGISTRY,
@@ -188,6 +200,8 @@ def _keys(text: str) -> list[ModelKey]:
     from tensorlift.forking.keys import checked_key, key_of
     from tensorlift.forking.manifest import ModelKey
 
+    if not text:
+        raise OptionError("--key is empty; leave it out, or name a model (is a variable not set?)")
     if not text.lstrip().startswith("{"):
         return [checked_key(ModelKey(model=text, processed=False)), checked_key(text)]
     try:

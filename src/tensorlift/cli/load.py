@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tensorlift.cli.console import guarded, matching, named, told
+from tensorlift.cli.console import MOST_TIMES, guarded, matching, named, told
 from tensorlift.cli.interrupts import at_once
 from tensorlift.options import BACKENDS, LoadOptions
 from tensorlift.stats import human_bytes
@@ -100,7 +100,11 @@ def _parameters() -> Iterator[tuple[str, Any, Any]]:
         list[str] | None,
         typer.Option(None, "--name", metavar="NAME", help="Only tensors of this name or glob; repeatable."),
     )
-    yield "repeat", int, typer.Option(1, "--repeat", min=1, metavar="NUMBER", help="Load this many times.")
+    yield (
+        "repeat",
+        int,
+        typer.Option(1, "--repeat", min=1, max=MOST_TIMES, metavar="NUMBER", help="Load this many times."),
+    )
     bar = typer.Option(
         None, "--progress/--no-progress", help="A bar on stderr; without either, on a terminal only."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 
@@ -18,6 +19,7 @@ __all__ = [
     "TLS_KEY",
     "TOKEN_FILE",
     "TRANSPORTS",
+    "a_path",
     "words",
 ]
 
@@ -51,6 +53,13 @@ PROGRESS = typer.Option(
     None, "--progress/--no-progress", help="A bar on stderr; without either, on a terminal only."
 )
 AS_JSON = typer.Option(False, "--json", help="Print JSON.")
+
+
+def a_path(text: str) -> Path:
+    """Of an option or argument; "", as a variable gives it that is not set, would be the working folder."""
+    if not text:
+        raise typer.BadParameter("expected a path, and it is empty")
+    return Path(text)
 
 
 def words(given: Sequence[str] | None) -> list[str] | None:

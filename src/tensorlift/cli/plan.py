@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tensorlift.cli.console import data_console, guarded, named, number
+from tensorlift.cli.console import MOST_TIMES, data_console, guarded, named, number
 from tensorlift.format.quoting import plural
 from tensorlift.options import parse_rate
 from tensorlift.plan.prediction import DEFAULT_RATES, Prediction, Rates, Work, best, predict
@@ -31,12 +31,19 @@ def _rate_option(name: str, what: str) -> Any:
 @guarded
 def command(
     paths: list[str] = typer.Argument(metavar="PATH", help="A file, files, a folder or a Hub id."),
-    ranks: int = typer.Option(..., "--ranks", min=1, metavar="NUMBER", help="How many load it together."),
+    ranks: int = typer.Option(
+        ..., "--ranks", min=1, max=MOST_TIMES, metavar="NUMBER", help="How many load it together."
+    ),
     ranks_per_host: int | None = typer.Option(
-        None, "--ranks-per-host", min=1, metavar="NUMBER", help="Ranks of one host; else at most 8."
+        None,
+        "--ranks-per-host",
+        min=1,
+        max=MOST_TIMES,
+        metavar="NUMBER",
+        help="Ranks of one host; else at most 8.",
     ),
     group: int | None = typer.Option(
-        None, "--group", min=1, metavar="NUMBER", help="Ranks that gather together; else all."
+        None, "--group", min=1, max=MOST_TIMES, metavar="NUMBER", help="Ranks that gather together; else all."
     ),
     storage: str | None = _rate_option("storage", "Storage, for all ranks together"),
     host: str | None = _rate_option("host", "A host's page cache, for its ranks together"),

@@ -29,6 +29,7 @@ from tensorlift.cli.serving import listening, rest, tls_context
 from tensorlift.errors import OptionError
 from tensorlift.forking.tokens import token_of
 from tensorlift.format.quoting import plural
+from tensorlift.options import parse_count
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def command(
     with at_once():
         from tensorlift.fleet.announcing import announce
         from tensorlift.fleet.contract import near_of
-        from tensorlift.forking.keys import check_host
+        from tensorlift.forking.keys import check_host, checked_key
         from tensorlift.forking.listener import Listener
         from tensorlift.forking.remote import url_of
         from tensorlift.forking.seed import Seed
@@ -97,12 +98,13 @@ def command(
     check_host(host, token, insecure)
     kinds = words(transports) or SERVED
     ways_of(kinds, words(devices), protocol, limit, host=host)
+    parse_count(readers, "--readers")
+    model = checked_key(_key(paths, key))
     near, known = near_of(place), _registry(registry, registry_ca, place, token)
     with until_terminated():
         with listening(host, port):
             Listener(host, port, id, 1).close()
         tensors, facts = _loaded(paths, progress)
-        model = _key(paths, key)
         with listening(host, port):
             seed = Seed(
                 tensors, model, host=host, port=port, token=token or None, insecure=insecure, limit=limit,
@@ -171,6 +173,8 @@ def _key(paths: Sequence[str], given: str | None) -> ModelKey:
     from tensorlift.forking.manifest import ModelKey
     from tensorlift.sources import hub
 
+    if given == "":
+        raise OptionError("--key is empty; leave it out, or name the model (is a variable not set?)")
     first = paths[0]
     asked = None if os.path.exists(first) else hub.parse_id(first)
     if asked is not None:

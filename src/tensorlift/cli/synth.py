@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from tensorlift.cli.console import guarded
+from tensorlift.cli.options import a_path
 from tensorlift.format.quoting import plural
 from tensorlift.stats import human_bytes
 
@@ -18,7 +19,9 @@ __all__ = ["command"]
 
 @guarded
 def command(
-    out: Path = typer.Argument(metavar="OUT", help="The folder to write to; made if it is not there."),
+    out: Path = typer.Argument(
+        metavar="OUT", parser=a_path, help="The folder to write to; made if it is not there."
+    ),
     like: str = typer.Option(
         ..., "--like", metavar="MODEL", help="qwen3-30b-a3b, deepseek-v3, llama-3-8b or nvfp4-moe."
     ),
