@@ -34,8 +34,9 @@ def test_no_library_names_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
         library.find_library()
 
 
-def test_what_is_no_library(tmp_path: Path) -> None:
-    path = tmp_path / "text.so"
+@pytest.mark.parametrize("name", ["text.so", "b\udcff.so"])
+def test_what_is_no_library(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
     path.write_text("no library")
     with pytest.raises(LibraryError, match="does not load"):
         abi.Abi(str(path))

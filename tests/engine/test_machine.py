@@ -120,6 +120,8 @@ def test_this_machine() -> None:
         # Slurm writes "8(x2),4" where nodes differ: no number for this one.
         ({"SLURM_NTASKS_PER_NODE": "8(x2),4", "LOCAL_WORLD_SIZE": ""}, 1),
         ({"LOCAL_WORLD_SIZE": "0"}, 1),
+        ({"LOCAL_WORLD_SIZE": "9" * 5000}, 1),
+        ({"LOCAL_WORLD_SIZE": "\u00b2"}, 1),  # a digit, and no number
     ],
 )
 def test_ranks_by_what_launchers_say(environ: dict[str, str], ranks: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tensorlift.engine.events import PATH_NAMES
 from tensorlift.errors import LibraryError
+from tensorlift.format.quoting import clean
 
 __all__ = [
     "Error", "FileInfo", "Functions", "Handle", "Options", "RefusedError", "Stats", "Status", "Structure",
@@ -114,8 +115,8 @@ def bind(path: str, functions: Functions) -> dict[str, Callable[..., Any]]:
     """The functions of a library that is loaded by this; LibraryError where it does not load or lacks one."""
     try:
         blocking, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
-    except OSError as error:
-        raise LibraryError(f"the native library {path} does not load: {error}") from error
+    except (OSError, UnicodeError) as error:  # the latter where the system's own message cannot be read
+        raise LibraryError(f"the native library {clean(path)} does not load: {error}") from error
     found: dict[str, Callable[..., Any]] = {}
     for name, (result, arguments, blocks) in functions.items():
         try:

@@ -24,6 +24,8 @@ __all__ = [
 
 # What torchrun, Open MPI and Slurm say of the processes that they start on a machine.
 _RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+# Of a number of processes. Python refuses to read one of thousands.
+_MOST_DIGITS = 9
 
 
 def affinity() -> frozenset[int]:
@@ -36,7 +38,7 @@ def local_ranks(environ: Mapping[str, str] | None = None) -> int:
     environ = os.environ if environ is None else environ
     for name in _RANKS:
         text = environ.get(name, "").strip()
-        if text.isdigit() and int(text) > 1:
+        if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) > 1:
             return int(text)
     return 1
 
