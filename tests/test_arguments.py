@@ -43,7 +43,7 @@ SETTINGS = list(tensorlift.LoadOptions.__dataclass_fields__)
 LOADS = ["names", "slices", "process_group", *SETTINGS]
 FORKS = [
     *("source", "key", "token", "ca", "connections", "patience", "chunk_bytes", "progress", "transports"),
-    *("devices", "protocol", "limit", "digests", "registry", "place", "seeds", "wait", "into"),
+    *("devices", "protocol", "limit", "digests", "registry", "place", "seeds", "wait", "into", "unwanted"),
 ]
 SEEDS = [
     *(
@@ -112,6 +112,23 @@ def test_of_forks(name: str, kind: str) -> None:
         given |= {"source": None, "key": "m"}
     with pytest.raises((RequestError, OptionError)):
         tensorlift.fork(**given | {name: WRONG[kind]()})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRONG if kind != "bytes"])
+def test_of_what_stands_in_for_seeds(kind: str) -> None:
+    """At once, and not when the seeds have failed."""
+    with pytest.raises(OptionError, match=r"^fallback is .*; expected a file"):
+        tensorlift.fork("http://127.0.0.1:9", into={"a": torch.zeros(2)}, fallback=WRONG[kind]())
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_of_a_seed_that_runs(kind: str) -> None:
+    with tensorlift.seed({"a": torch.zeros(2)}, key="m") as seed:
+        for given in ({"timeout": WRONG[kind]()}, {"weights": WRONG[kind]()}):
+            with pytest.raises(OptionError, match=f"^{next(iter(given))} is"), seed.updating(**given):  # type: ignore[arg-type]
+                pass
+        with pytest.raises(OptionError, match=r"^timeout is"):
+            seed.close(WRONG[kind]())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", WRONG)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,13 +25,13 @@ from tensorlift import sources
 from tensorlift.engine.abi_fork import Places, tensor_digest
 from tensorlift.engine.digesting import check_built
 from tensorlift.engine.trace import traced
-from tensorlift.errors import ForkError, TensorliftError
+from tensorlift.errors import ForkError, OptionError, TensorliftError
 from tensorlift.forking.manifest import ITEM_BYTES, NOWHERE, Tensor, place_of, span_bytes
 from tensorlift.forking.offering import Named, Offering
 from tensorlift.format.checkpoint import Checkpoint
 from tensorlift.format.digests import Expected
 from tensorlift.format.dtypes import ALL
-from tensorlift.format.quoting import clean, plural, quote, some_of
+from tensorlift.format.quoting import clean, plural, quote, shown, some_of
 from tensorlift.options import LoadOptions
 from tensorlift.plan.extents import Extents, merge_extents
 from tensorlift.plan.parts import Asked
@@ -73,6 +74,20 @@ def stood_in(
         raise problem from error
 
 
+def _checked(path: object) -> Any:
+    """A path, paths or a function. Raises OptionError now, and not where all seeds have failed."""
+    if callable(path) or isinstance(path, (str, bytes, os.PathLike)):
+        return path
+    if isinstance(path, Iterable) and not isinstance(path, (Mapping, bytearray)):
+        path = list(path)
+        if all(isinstance(one, (str, bytes, os.PathLike)) for one in path):
+            return path
+    raise OptionError(
+        f"fallback is {shown(path)}; expected a file, a list of files, a folder, a Hub id, or a function "
+        "that is given the model"
+    )
+
+
 class Fallback:
     """What a model can be filled from; made before the first byte of a fork is written."""
 
@@ -81,7 +96,7 @@ class Fallback:
 
         ``path``: or a function that loads the whole model, which finds derived tensors as they were too.
         """
-        self._path, self._model, self._ours = path, model, ours
+        self._path, self._model, self._ours = _checked(path), model, ours
         self._saved = tensors_of(model)
         kinds = ("buffer", "derived") if callable(path) else ("buffer",)
         self._own = [

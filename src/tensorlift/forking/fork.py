@@ -114,6 +114,8 @@ def fork_into(
     """
     begin = time.monotonic()
     connections, patience, chunk_bytes = _checked(connections, patience, chunk_bytes, digests)
+    if not callable(unwanted):
+        raise OptionError(f"unwanted is {shown(unwanted)}; expected a function of a version of the weights")
     ours = offer(named := named_tensors(model))
     check_writable(named)
     secret, wanted = checked_token(token), None if key is None else checked_key(key)

@@ -48,7 +48,8 @@ _LINGER_SECONDS = 0.2
 
 
 def _checked_wait(timeout: float) -> float:
-    return 0.0 if timeout == 0 else parse_seconds(timeout, "timeout")
+    is_none = isinstance(timeout, (int, float)) and timeout == 0
+    return 0.0 if is_none else parse_seconds(timeout, "timeout")
 
 
 class Follower(Protocol):
