@@ -17,7 +17,7 @@ from tensorlift.forking.fallback import FILES, Fallback, stood_in
 from tensorlift.forking.keys import checked_key, checked_token
 from tensorlift.forking.manifest import Manifest, ModelKey
 from tensorlift.forking.matching import Errand, copies_of, errands
-from tensorlift.forking.offering import check_writable, gpu_of, named_tensors, offer, settle
+from tensorlift.forking.offering import Named, Offering, check_writable, gpu_of, named_tensors, offer, settle
 from tensorlift.forking.reader import Reader, Source
 from tensorlift.forking.same_weights import Wanted, sources_of
 from tensorlift.forking.tensor_digests import unlike
@@ -113,11 +113,8 @@ def fork_into(
     load_into or the function does; after an error the tensors' contents are undefined.
     """
     begin = time.monotonic()
-    connections, patience, chunk_bytes = _checked(connections, patience, chunk_bytes, digests)
-    if not callable(unwanted):
-        raise OptionError(f"unwanted is {shown(unwanted)}; expected a function of a version of the weights")
-    ours = offer(named := named_tensors(model))
-    check_writable(named)
+    connections, patience, chunk_bytes = _checked(connections, patience, chunk_bytes, digests, unwanted)
+    named, ours = _places(model)
     secret, wanted = checked_token(token), None if key is None else checked_key(key)
     rank = 0 if wanted is None else wanted.tp[0]
     asked = FORKED if transports is None else transports
@@ -136,9 +133,19 @@ def fork_into(
     return fork.told(time.monotonic() - begin, came, taken or wanted, weights, own)
 
 
+def _places(model: object) -> tuple[list[Named], Offering]:
+    """The tensors to fill. Raises RequestError for one that cannot be."""
+    named = named_tensors(model)
+    ours = offer(named)
+    check_writable(named)
+    return named, ours
+
+
 def _checked(
-    connections: int, patience: float, chunk_bytes: int | str, digests: str
+    connections: int, patience: float, chunk_bytes: int | str, digests: str, unwanted: object
 ) -> tuple[int, float, int]:
+    if not callable(unwanted):
+        raise OptionError(f"unwanted is {shown(unwanted)}; expected a function of a version of the weights")
     if not isinstance(digests, str) or digests not in DIGESTS:
         raise OptionError(f"digests is {shown(digests)}; expected one of {', '.join(map(repr, DIGESTS))}")
     return (
