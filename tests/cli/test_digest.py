@@ -24,6 +24,12 @@ def test_a_folder(tmp_path: Path) -> None:
     assert [f["name"] for f in record["files"]] == [path.name for path in written.files]
 
 
+def test_control_characters_of_a_path_are_shown_as_escapes(tmp_path: Path) -> None:
+    written = random_checkpoint(tmp_path / "a\n\x1b[31m", tensors=1)
+    code, out, _ = run("digest", written.path)
+    assert (code, out.count("\n"), "a\\n\\x1b[31m" in out) == (0, 1, True)
+
+
 def test_one_file_as_json(tmp_path: Path) -> None:
     written = random_checkpoint(tmp_path / "c", tensors=5)
     code, out, err = run("digest", written.files[0], "--json")

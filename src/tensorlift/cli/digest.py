@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import typer
 
 from tensorlift.cli.console import guarded, named
-from tensorlift.format.quoting import plural
+from tensorlift.format.quoting import clean, plural
 from tensorlift.stats import human_bytes
 
 if TYPE_CHECKING:
@@ -81,4 +81,4 @@ def command(
     if as_json:
         print(json.dumps({"digests": path, **made.facts}, indent=2))
     else:
-        print(f"{path}: {made}")
+        print(f"{clean(path)}: {made}")

@@ -245,7 +245,7 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
         ", ".join(f"{human_bytes(part)} from {url}" for url, part in facts["by_source"].items()) or "nothing"
     )
     print(
-        f"{facts['folder']}: {plural(facts['tensors'], 'tensor')} of {clean(facts['key'])}, "
+        f"{clean(facts['folder'])}: {plural(facts['tensors'], 'tensor')} of {clean(facts['key'])}, "
         f"{human_bytes(nbytes)}, {plural(len(facts['files']), 'file')}\n"
         f"{came} in {seconds:.2f} s: {human_bytes(nbytes / seconds)}/s"
     )

@@ -11,7 +11,7 @@ import typer
 
 from tensorlift.cli.console import guarded
 from tensorlift.cli.options import a_path
-from tensorlift.format.quoting import plural
+from tensorlift.format.quoting import clean, plural
 from tensorlift.stats import human_bytes
 
 __all__ = ["command"]
@@ -65,7 +65,7 @@ def _summary(facts: dict[str, Any]) -> str:
     )
     parameters = f"{facts['parameters'] / 1e9:.2f} billion parameters"
     return (
-        f"{facts['folder']}: like {facts['like']}, {layers}, {parameters}\n"
+        f"{clean(facts['folder'])}: like {facts['like']}, {layers}, {parameters}\n"
         f"{sizes}, seed {facts['seed']}\n"
         f"written in {seconds:.2f} s: {human_bytes(nbytes / seconds)}/s"
     )
