@@ -21,8 +21,8 @@ from support.native_build import SANITIZERS, VARIABLE, sanitized, sanitizer_envi
 RUNTIMES = {"address,undefined": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 # All in which the library works. Not: what counts calls by a library that is loaded first itself, what makes
-# the library's own calls fail, which tests/native does under sanitizers, and what asks for more memory than
-# there is, which a sanitizer reports.
+# the library's own calls fail, which tests/native does under sanitizers, what asks for more memory than there
+# is, which a sanitizer reports, and machines with little memory, of which a sanitizer takes most.
 WHOLE = (
     "tests/device_standin", "tests/engine", "tests/faults", "tests/test_loading.py",
     "tests/test_load_into.py", "tests/test_slices_of_loads.py", "tests/forking/test_fork.py",
@@ -30,16 +30,16 @@ WHOLE = (
     "tests/forking/test_seed_updates.py", "tests/forking/test_sender.py", "tests/forking/test_tcp.py",
     "tests/forking/test_shm.py", "tests/forking/test_shared_memory.py", "tests/forking/test_remote.py",
     "--ignore=tests/device_standin/test_giveaways.py", "--ignore=tests/faults/test_calls.py",
+    "--ignore=tests/faults/test_machines.py",
     "--deselect=tests/forking/test_remote.py::test_tensors_larger_than_any",
 )  # fmt: skip
 # Gloo, which is not built so, copies what the library's threads have read, and that it was told when is not
-# seen. And a thread sanitizer takes more memory than machines are given in tests.
+# seen.
 NOT_FOR = {
     "thread": (
         "--ignore-glob=tests/faults/test_ranks*",
         "--ignore=tests/faults/test_hosts.py",
         "--ignore=tests/device_standin/test_ranks.py",
-        "--ignore=tests/faults/test_machines.py",
         # It has no threads in the child of a process that had some ("dup thread with used id").
         "--deselect=tests/faults/test_lifetimes.py::test_forks_after_loads_and_amid_loads_of_threads",
     )

@@ -371,7 +371,7 @@ def test_a_share_of_the_nics_rate(monkeypatch: pytest.MonkeyPatch, paced: list[t
         assert limits == [12_500_000_000]
         fork_into(weights(0), seed.url, key=key, chunk_bytes=CHUNK, limit="10%")
     assert paced == [(5_000_000_000, CHUNK)] * 30
-    assert [(given[0], *given[2:4]) for given in asked] == [(["^mlx5_0"], 3, None), (None, 3, None)]
+    assert [(given[0], *given[2:4]) for given in asked] == [(("^mlx5_0",), 3, None), (None, 3, None)]
 
 
 @pytest.mark.parametrize("most", [0, 1])
