@@ -193,9 +193,8 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def _regions(tensors: Sequence[Named], device: torch.device) -> Regions:
     placed = _placed(tensors)
-    if device.type == "cpu":
-        return regions_by_storage(placed)
-    if torch.cuda.get_allocator_backend() != "native":  # others tell of no blocks
+    # Other allocators than torch's native one tell of no blocks.
+    if device.type == "cpu" or torch.cuda.get_allocator_backend() != "native":
         return regions_by_storage(placed)
     with driver_of(device):
         snapshot = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]

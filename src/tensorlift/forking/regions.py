@@ -1,8 +1,9 @@
 """Regions of memory that a seed lets others read: few of them, and nothing in them that is not the model's.
 
 Registering memory for one-sided reads costs by the region, so that which lies together becomes one region:
-on the host what one storage holds, on a device what lies in adjacent blocks of one segment of torch's
-allocator. A block in between that holds nothing of the model ends a region.
+on the host, and where another allocator than torch's native one serves a device, what one storage holds; on
+a device what lies in adjacent blocks of one segment of torch's allocator. A block in between that holds
+nothing of the model ends a region.
 """
 
 from __future__ import annotations
